@@ -15,11 +15,13 @@ from reshard.cli.command import argument, command, option
 from reshard.cli.opened import (
     check_crcs,
     compared,
-    location_words,
     no_common_names,
+    nonfinite_element,
+    nonfinite_pair,
     number_words,
     opened,
     opened_side,
+    rename_by_prefix,
     shape_words,
 )
 from reshard.cli.output import alarming, echo_json, exit_different, is_json, listener, say, shown_text
@@ -30,7 +32,7 @@ from reshard.forms.registry import counted_as
 from reshard.numbers.difference import Differences, TensorPair
 from reshard.numbers.statistics import TensorStatistics, statistics_of
 from reshard.opened import OpenedCheckpoint
-from reshard.text.messages import Report, listing, one_line, plural, rank_ranges
+from reshard.text.messages import Report, listing, plural, rank_ranges
 
 _KINDS = {"nan": "NaN", "inf": "Inf"}
 
@@ -89,7 +91,7 @@ def stats(fail_on: tuple[str, ...], source: Source, edits: Edits, effort: Effort
     else:
         ordered = sorted(statistics, key=lambda tensor: tensor.first_nonfinite is None)
         bad = [tensor for tensor in ordered if tensor.first_nonfinite is not None]
-        alarming_lines(list(map(_nonfinite_element, bad)))
+        alarming_lines(list(map(nonfinite_element, bad)))
         table(source.path, _STATS_COLUMNS, [_stats_cells(tensor) for tensor in ordered], _STATS_SPARE, range(len(bad)))
         click.echo(_summary(statistics))
     failures = [line for kind in fail_on for line in _failure_lines(kind, statistics)]
@@ -101,13 +103,6 @@ def stats(fail_on: tuple[str, ...], source: Source, edits: Edits, effort: Effort
 
 _STATS_SPARE = ("norm", "zeros", "mean")
 _STATS_COLUMNS = ["parameter", "type", "shape", "NaN", "Inf", "zeros", "min", "max", "mean", "norm"]
-
-
-def _nonfinite_element(tensor: TensorStatistics) -> str:
-    """Where NaN and infinite elements begin."""
-    assert tensor.first_nonfinite is not None
-    counts = f"{tensor.nan} NaN, {tensor.inf} infinite"
-    return f"{one_line(tensor.name)}: {counts}; the first at {location_words(tensor.first_nonfinite)}"
 
 
 def _stats_cells(tensor: TensorStatistics) -> list[str]:
@@ -203,7 +198,7 @@ def _print_differences(result: Differences) -> None:
         title = f"{plural(len(differing), 'tensor')} of {len(result.pairs)} differ:"
         ordered = sorted(differing, key=lambda pair: pair.first_nonfinite is None)
         bad = [pair for pair in ordered if pair.first_nonfinite is not None]
-        alarming_lines(list(map(_nonfinite_pair, bad)))
+        alarming_lines(list(map(nonfinite_pair, bad)))
         table(title, _DIFF_COLUMNS, [_diff_cells(pair) for pair in ordered], _DIFF_SPARE, range(len(bad)))
     elif result.equal:
         say(f"{plural(len(result.pairs), 'tensor')}, all equal in every byte")
@@ -216,34 +211,15 @@ def _heads(result: Differences) -> Iterator[str]:
         if names:
             text = listing(names)
             yield f"{len(names)} {where}: {shown_text(text)}"
-    rename = _rename_by_prefix(result.only_a, result.only_b)
+    rename = rename_by_prefix(result.only_a, result.only_b)
     if rename is not None:
-        yield f"names differ by a prefix; to compare the tensors, add --rename '{rename}'"
+        yield f"names differ by a prefix; {rename}"
     for name, (shape_a, shape_b) in result.shapes.items():
         yield f"{name}: {shape_words(shape_a)} in A, {shape_words(shape_b)} in B"
 
 
-def _rename_by_prefix(only_a: Sequence[str], only_b: Sequence[str]) -> str | None:
-    """The rule that gives most names of A those of B, if one prefix is all that differs."""
-    for longer, shorter, rule in ((only_a, only_b, "{}*=*"), (only_b, only_a, "*={}*")):
-        first = min(shorter, default="")
-        prefix = next((name[: -len(first)] for name in longer if first and name.endswith("." + first)), "")
-        if prefix and 2 * len({prefix + name for name in shorter}.intersection(longer)) > len(shorter):
-            return rule.format(prefix)
-    return None
-
-
 _DIFF_SPARE = ("type", "relative", "shape")
 _DIFF_COLUMNS = ["parameter", "type", "shape", "differing", "NaN", "difference", "relative", "at"]
-
-
-def _nonfinite_pair(pair: TensorPair) -> str:
-    """Where elements begin that are NaN or infinite in one only."""
-    assert pair.first_nonfinite is not None
-    sides = [f"{count} NaN in {side} only" for side, count in zip("AB", pair.nan) if count]
-    a, b = map(location_words, pair.first_nonfinite)
-    problem = " and ".join(sides) or "an infinite difference"
-    return f"{one_line(pair.name)}: {problem}; the first at {a} in A, {b} in B"
 
 
 def _diff_cells(pair: TensorPair) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,11 @@ from reshard.forms.registry import form_of
 from reshard.forms.request import EditRules, Means
 from reshard.numbers.sweep import Location
 from reshard.opened import OpenedCheckpoint, reading_request
-from reshard.text.messages import Report
+from reshard.text.messages import Report, one_line
 
 if TYPE_CHECKING:
-    from reshard.numbers.difference import Differences
+    from reshard.numbers.difference import Differences, TensorPair
+    from reshard.numbers.statistics import TensorStatistics
 
 
 def opened(
@@ -84,12 +85,22 @@ def compared(a: OpenedCheckpoint, b: OpenedCheckpoint, edits: Edits, effort: Eff
     return differences(a, b, effort.max_memory // 3, progress)
 
 
-def no_common_names() -> UsageError:
-    """The error of two checkpoints without a name in common."""
+def no_common_names(rename: str | None = None) -> UsageError:
+    """The error of two checkpoints without a name in common; with `rename_by_prefix` if that cures it."""
     return UsageError(
         "no tensor was compared: A and B have no names in common",
-        hint="--names and --rename give A's tensors the names of B's; leave them out if A has these already",
+        hint=rename or "--names and --rename give A's tensors the names of B's; leave them out if A has these already",
     )
+
+
+def rename_by_prefix(only_a: Sequence[str], only_b: Sequence[str]) -> str | None:
+    """The option that gives most names of A those of B, if one prefix is all that differs."""
+    for longer, shorter, rule in ((only_a, only_b, "{}*=*"), (only_b, only_a, "*={}*")):
+        first = min(shorter, default="")
+        prefix = next((name[: -len(first)] for name in longer if first and name.endswith("." + first)), "")
+        if prefix and 2 * len({prefix + name for name in shorter}.intersection(longer)) > len(shorter):
+            return f"to compare the tensors, add --rename '{rule.format(prefix)}'"
+    return None
 
 
 def check_crcs(
@@ -143,6 +154,20 @@ def location_words(location: Location) -> str:
     """``[17,3], ckpt/rank_5/net.ckpt``."""
     index = shape_words(location.index)
     return index if location.file is None else f"{index}, {location.file}"
+
+
+def nonfinite_element(tensor: TensorStatistics) -> str:
+    """Where NaN and infinite elements begin."""
+    assert tensor.first_nonfinite is not None
+    counts = f"{tensor.nan} NaN, {tensor.inf} infinite"
+    return f"{one_line(tensor.name)}: {counts}; the first at {location_words(tensor.first_nonfinite)}"
+
+
+def nonfinite_pair(pair: TensorPair) -> str:
+    """Where elements begin that are NaN or infinite in one only."""
+    assert pair.first_nonfinite is not None
+    a, b = map(location_words, pair.first_nonfinite)
+    return f"{one_line(pair.name)}: {pair.nonfinite_words}; the first at {a} in A, {b} in B"
 
 
 def shape_words(shape: tuple[int, ...]) -> str:

@@ -13,7 +13,7 @@ from reshard.cli import options
 from reshard.cli.command import argument, command, option, paths
 from reshard.cli.output import listener, plain
 from reshard.errors import InputError, UsageError
-from reshard.text.messages import Report, byte_size, listing, plural
+from reshard.text.messages import Report, byte_size, plural
 
 if TYPE_CHECKING:
     from reshard.inspection.checkpoint import Inspected, Problem
@@ -155,9 +155,9 @@ def _two(
     a: Source, b: Source, shared: str | None, edits: Edits, effort: Effort, report: Report, stats: bool
 ) -> dict[str, Any]:
     """The page's data on two checkpoints."""
-    from reshard.cli.opened import compared, no_common_names, opened_side
+    from reshard.cli.opened import compared, no_common_names, nonfinite_pair, opened_side, rename_by_prefix
     from reshard.forms.registry import form_of
-    from reshard.inspection.checkpoint import inspect
+    from reshard.inspection.checkpoint import Problem, inspect
     from reshard.view.compare import compared_data
 
     inspected, strategies = [], []
@@ -170,10 +170,24 @@ def _two(
         opened_side("a", a, shared, edits, effort, report) as one,
         opened_side("b", b, shared, Edits(edits.include, edits.exclude), effort, report) as other,
     ):
+        only = [[name for name in mine if name not in theirs] for mine, theirs in ((one, other), (other, one))]
+        rename = rename_by_prefix(*only)
         if not any(name in other for name in one):
-            raise no_common_names()
+            raise no_common_names(rename)
+        problems = [] if rename is None else [Problem(1, "names differ by a prefix", rename)]
         found = compared(one, other, edits, effort, report) if stats else None
-        return compared_data((one, other), (inspected[0], inspected[1]), (strategies[0], strategies[1]), found)
+        bad = [] if found is None else [pair for pair in found.differing if pair.first_nonfinite is not None]
+        if bad:
+            title = f"{plural(len(bad), 'tensor')} with NaN or Inf in one only"
+            problems.append(Problem(0, _first_lines(title, list(map(nonfinite_pair, bad)))))
+        sides = (inspected[0], inspected[1])
+        return compared_data((one, other), sides, (strategies[0], strategies[1]), found, problems)
+
+
+def _first_lines(title: str, lines: Sequence[str], most: int = 6) -> str:
+    """A title, and the first of the lines below it."""
+    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
+    return "\n".join([f"{title}:", *lines[:most], *more])
 
 
 def _check_replaceable(path: str, named: bool) -> None:
@@ -234,7 +248,7 @@ _STATISTICS = ("name", "count", "nan", "inf", "zeros", "min", "max", "mean", "no
 
 def _statistics(asked: Conversion, inspected: Inspected, problems: list[Problem]) -> list[list[Any]] | None:
     """Statistics of every tensor; None if tensors cannot be read, which the page lists as a problem."""
-    from reshard.cli.opened import check_crcs, opened
+    from reshard.cli.opened import check_crcs, nonfinite_element, opened
     from reshard.cli.progress import progress_of
     from reshard.inspection.checkpoint import Problem
     from reshard.numbers.statistics import statistics_of
@@ -254,7 +268,8 @@ def _statistics(asked: Conversion, inspected: Inspected, problems: list[Problem]
     except InputError as error:
         problems.append(Problem(1, f"statistics were not computed: {error.message}", error.hint and str(error.hint)))
         return None
-    bad = [tensor.name for tensor in statistics if tensor.first_nonfinite is not None]
+    bad = [tensor for tensor in statistics if tensor.first_nonfinite is not None]
     if bad:
-        problems.append(Problem(0, f"{plural(len(bad), 'tensor')} with NaN or Inf: {listing(bad, 6)}"))
+        title = f"{plural(len(bad), 'tensor')} with NaN or Inf"
+        problems.append(Problem(0, _first_lines(title, list(map(nonfinite_element, bad)))))
     return [[*(plain(getattr(tensor, key)) for key in _STATISTICS), levels(tensor.magnitudes)] for tensor in statistics]

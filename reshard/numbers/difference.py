@@ -56,6 +56,14 @@ class TensorPair:
     at: tuple[int, ...] | None = None
     first_nonfinite: tuple[Location, Location] | None = field(default=None, compare=False)
 
+    @property
+    def nonfinite_words(self) -> str:
+        """What is NaN or infinite in one only: ``1 NaN in B only``; empty without such elements."""
+        if self.first_nonfinite is None:
+            return ""
+        sides = [f"{count} NaN in {side} only" for side, count in zip("AB", self.nan) if count]
+        return " and ".join(sides) or "an infinite difference"
+
 
 @dataclass(frozen=True)
 class Differences:

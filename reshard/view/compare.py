@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from reshard.inspection.checkpoint import Inspected
+from reshard.inspection.checkpoint import Inspected, Problem
 from reshard.numbers.difference import Differences, TensorPair
 from reshard.numbers.sweep import location_of
 from reshard.numbers.widening import doubles
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.strategies import Strategy
-from reshard.text.messages import plural
+from reshard.text.messages import byte_size, plural
 from reshard.text.names import kind_of
 from reshard.view.page import (
     Entries,
@@ -30,12 +31,25 @@ from reshard.view.page import (
 EQUAL, DIFFERS, OTHER, ONLY_A, ONLY_B = range(5)
 """The result for a tensor; `OTHER`: another type or shape."""
 
+_WORDS = [
+    ("equal", "Equal in bytes"),
+    ("differs", "Differs"),
+    ("other type", "Other type or shape"),
+    ("only in A", "Only in A"),
+    ("only in B", "Only in B"),
+]
+"""Each result in a row and as a title."""
+
+_UNREAD = ("same shape", "Same type and shape")
+"""`EQUAL` from headers alone."""
+
 
 def compared_data(
     opened: tuple[OpenedCheckpoint, OpenedCheckpoint],
     inspected: tuple[Inspected, Inspected],
     strategies: tuple[Strategy | None, Strategy | None],
     found: Differences | None,
+    problems: Sequence[Problem] = (),
 ) -> dict[str, Any]:
     """The page's data on two checkpoints.
 
@@ -44,6 +58,7 @@ def compared_data(
         inspected: both, as they are.
         strategies: those of rank files.
         found: differences in values; None if only names, types and shapes are compared.
+        problems: of the comparison.
     """
     a, b = opened
     cuts = [strategy or recorded_strategy(each) for each, strategy in zip(inspected, strategies)]
@@ -73,14 +88,14 @@ def compared_data(
             if name in pairs and not pairs[name].identical:
                 differing.append([place, one.size, *_numbers(pairs[name], one, other)])
     return {
-        **described(inspected[0], [], cuts[0], entries),
-        "title": " and ".join(title_of(each.path) for each in inspected),
+        **described(inspected[0], problems, cuts[0], entries),
+        "titles": [title_of(each.path) for each in inspected],
         "names": names_data(names),
         "parameters": columns,
         "structures": None,
         "compared": {
-            "titles": [title_of(each.path) for each in inspected],
             "values": found is not None,
+            "results": _WORDS if found is not None else [_UNREAD, *_WORDS[1:]],
             "result": repeats(results),
             "differing": differing,
             "types": other_types,
@@ -99,31 +114,41 @@ def _result(a: LazyTensor | None, b: LazyTensor | None, pair: TensorPair | None)
 
 
 def _numbers(pair: TensorPair, a: LazyTensor, b: LazyTensor) -> list[Any]:
-    """Elements that differ, relative and absolute difference, index, and value and place in A and in B."""
-    if pair.at is None:
-        return [pair.differing, pair.max_rel, pair.max_abs, None]
-    number = int(np.ravel_multi_index(pair.at, pair.shape)) if pair.shape else 0
+    """Elements that differ, relative and absolute difference and its place, and what is NaN or Inf and its place."""
+    bad = None if pair.first_nonfinite is None else pair.first_nonfinite[0].index
+    places = [None if at is None else _place(at, a, b) for at in (pair.at if pair.at != bad else None, bad)]
+    return [pair.differing, _plain(pair.max_rel), _plain(pair.max_abs), places[0], pair.nonfinite_words, places[1]]
+
+
+def _place(at: tuple[int, ...], a: LazyTensor, b: LazyTensor) -> list[Any]:
+    """An index, and the value and the file of its element in A and in B."""
+    number = int(np.ravel_multi_index(at, a.shape)) if a.shape else 0
     sides: list[Any] = []
     for tensor in (a, b):
         place = location_of(tensor.target, number)
-        raw = np.ascontiguousarray(tensor[pair.at]).reshape(-1).view(np.uint8)
+        raw = np.ascontiguousarray(tensor[at]).reshape(-1).view(np.uint8)
         sides += [_plain(doubles(raw, tensor.dtype_name)[0]), "" if place.file is None else place.file]
-    return [pair.differing, pair.max_rel, pair.max_abs, list(pair.at), *sides]
+    return [list(at), *sides]
 
 
 def _plain(value: Any) -> float | str:
-    return float(value) if np.isrealobj(value) and np.isfinite(value) else str(value)
+    """A number as JSON has it; NaN and infinite ones are texts."""
+    return float(value) if np.isrealobj(value) and np.isfinite(value) else str(value).replace("nan", "NaN")
 
 
 def _side(inspected: Inspected, strategy: Strategy | None, checkpoint: OpenedCheckpoint) -> dict[str, Any]:
-    files = inspected.shown.with_missing()
+    """One of both: cells of the table in the page's head, and its files."""
+    files, cluster = inspected.shown.with_missing(), cluster_of(strategy)
+    about = [
+        inspected.form.options.title,
+        "" if checkpoint.step is None else f"step {checkpoint.step}",
+        "" if cluster is None else cluster["words"],
+        plural(len(files), inspected.form.options.unit),
+        byte_size(inspected.shown.nbytes),
+        state_words(inspected),
+    ]
     return {
         "path": inspected.path,
-        "form": inspected.form.options.title,
-        "step": checkpoint.step,
-        "cluster": cluster_of(strategy),
-        "count": plural(len(files), inspected.form.options.unit),
-        "total": inspected.shown.nbytes,
-        "state": state_words(inspected),
+        "about": about,
         "files": {**files_data(files), "path": [file.path for file in files]},
     }

@@ -11,7 +11,7 @@ from reshard.convert.transfers import Transfers, transfers_of
 from reshard.execute.budget import reading_budget
 from reshard.forms.request import Means, Request
 from reshard.plan.planner import make_plan
-from reshard.text.messages import Report
+from reshard.text.messages import Report, byte_size, plural
 from reshard.view.page import Table, cluster_of, repeats
 
 MAX_NUMBERS = 1_000_000
@@ -41,11 +41,18 @@ def moves_data(request: Request, report: Report) -> dict[str, Any]:
     by_rank = request.form.options.by_rank
     count = request.source.device_count if by_rank else max(plan.checkpoint.files, default=-1) + 1
     targets = plan.form.count
-    return {
-        "source_cluster": cluster_of(plan.request.source),
-        "target_cluster": cluster_of(plan.request.target),
-        "source_noun": request.form.options.unit,
-        "target_noun": request.to.options.unit,
+    nouns, totals = [request.form.options.unit, request.to.options.unit], [count, targets]
+    clusters = [cluster_of(plan.request.source), cluster_of(plan.request.target)]
+    pairs = pairs_data(moved, targets)
+    ends = [plural(total, noun) for total, noun in zip(totals, nouns)]
+    line = " → ".join(f"{each['words']}, {end}" if each and each["words"] else end for each, end in zip(clusters, ends))
+    if pairs["together"] > 1:
+        line += f"; a group is {pairs['together']} neighbours, because there are too many numbers"
+    data = {
+        "source_cluster": clusters[0],
+        "target_cluster": clusters[1],
+        "source_noun": nouns[0],
+        "target_noun": nouns[1],
         "sources": count,
         "targets": targets,
         "bytes": repeats(sizes[number] for number in plan.requested),
@@ -53,8 +60,28 @@ def moves_data(request: Request, report: Report) -> dict[str, Any]:
         "requests": sum(moved.requests.values()),
         "busiest": max(read.items(), key=lambda each: (each[1], -each[0]), default=(0, 0)),
         "fans": [min(sources.values(), default=0), max(sources.values(), default=0)],
-        **pairs_data(moved, targets),
+        "line": line,
+        **pairs,
     }
+    return {**data, "facts": _facts(data, max(sizes.values(), default=0))}
+
+
+def _facts(data: dict[str, Any], largest: int) -> list[list[str]]:
+    """Figures: what each is, the figure and its unit, a line below, and `warn` if it is worth a look."""
+    taken, requests, (busiest, most), sources = data["taken"], data["requests"], data["busiest"], data["sources"]
+    noun, (least_sources, most_sources) = data["source_noun"], data["fans"]
+    file = f"with headers, a target {data['target_noun']} has at most {byte_size(largest)}"
+    facts = [
+        ["Moved", *byte_size(taken).split(), file, ""],
+        ["Requests", f"{requests:,}", "", f"{byte_size(taken // max(1, requests))} each on average", ""],
+    ]
+    if most:
+        times = most * sources / taken
+        fans = f"{least_sources}" if least_sources == most_sources else f"{least_sources}–{most_sources}"
+        mean = f"the mean: {noun} {busiest}, {byte_size(most)}"
+        facts.append(["Sources of a target", fans, "", f"of {plural(sources, noun)}", ""])
+        facts.append(["Busiest source", f"{times:.2f} ×", "", mean, "warn" if times >= 2 else ""])
+    return facts
 
 
 def pairs_data(moved: Transfers, targets: int, most: int = MAX_NUMBERS) -> dict[str, Any]:

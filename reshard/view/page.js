@@ -50,7 +50,15 @@
     const percent = whole ? 100 * part / whole : 0;
     return percent && percent < 0.1 ? "< 0.1 %" : `${percent.toFixed(1)} %`;
   };
-  const short = (value) => (typeof value !== "number" ? clean(value ?? "") : Number.isInteger(value) ? plain(value) : Math.abs(value) >= 1e7 ? value.toExponential(3) : Math.abs(value) >= 1000 ? plain(Math.round(value)) : String(Number(value.toPrecision(4))));
+  const fourDigits = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
+  const exact = (value) => (Number.isInteger(value) ? plain(value) : short(value));
+  // At most four digits or six of an integer, so that a column has room.
+  const short = (value) => {
+    if (typeof value !== "number") return clean(value ?? "");
+    const size = Math.abs(value);
+    if (size < 1e6 && Number.isInteger(value)) return plain(value);
+    return size < 1e-4 || size >= 1e4 ? Number(value.toPrecision(4)).toExponential() : fourDigits.format(value);
+  };
   const plural = (amount, noun) => `${plain(amount)} ${noun}${amount === 1 ? "" : "s"}`;
   const sum = (values) => values.reduce((total, value) => total + value, 0);
   const product = (values) => values.reduce((total, value) => total * value, 1);
@@ -100,7 +108,7 @@
     }, "Copy");
     return el("div.command", code, copy);
   };
-  const numeric = (title) => (/^(name|file|result|type|shape|cut|step|state|)$/.test(title) ? "" : "n");
+  const numeric = (title) => (/^(name|file|result|type|shape.*|cut|step|state|)$/.test(title) ? "" : "n");
   const table = (columns, rows) => el("div.scroll", { tabindex: 0, role: "region", "aria-label": columns.join(", ") }, el("table",
     el("tr", columns.map((title) => el(`th.${numeric(title)}`, { scope: "col" }, title))), rows.map((cells) => el("tr", cells.map((cell, n) => el(`td.${numeric(columns[n])}`, cell))))));
   const fact = (label, value, small, soft, title) => el("div.fact", { title }, el("div.label", label), el("div.figure", value, small && el("span.unit", small)), el("div.soft", soft));
@@ -182,6 +190,7 @@
   const layoutOf = (p) => data.layouts[data.parameters.layout[p]];
   const filesOf = (found) => ({ ...found, bytes: repeated(found.bytes), state: repeated(found.state), same: repeated(found.same || []) });
   const files = filesOf(data.files);
+  const present = files.state.filter((each) => each !== "missing").length;
   const fileAt = new Map(files.number.map((value, at) => [value, at]));
   // A file with several slices of a tensor has further numbers.
   const aliases = new Map(data.files.aliases);
@@ -191,7 +200,6 @@
   const stages = cluster ? cluster.stages : [];
   const stageOf = (rank, of = stages) => of.findIndex(([first, devices]) => rank >= first && rank < first + devices);
   const stageText = (stage) => (stages.length > 1 && stages[stage] ? `${stage}, ranks ${extent(stages[stage][0], stages[stage][0] + stages[stage][1] - 1)}` : "");
-  const axesText = (each) => (each?.axes || []).map(([name, size]) => `${name} ${size}`).join(" × ");
   const axis = (name) => (cluster?.axes || []).find((each) => each[0] === name)?.[1] ?? 1;
 
   // Layouts: slices with their holders. Some look the same to a reader, as files may differ where ranks do not.
@@ -235,8 +243,11 @@
     ["MLP", /mlp|ffn|feed_forward|(^|[._])(w1|w2|w3|fc1|fc2|gate_proj|up_proj|down_proj)/], ["other", /^/]];
   const KINDS = { "optimizer state": "moments", "accumulated gradients": "gradients", other: "other values" };
   const STATE = /^(adam_[mv]|moments?|moment[12]|accu_grads|accum|exp_avg|exp_avg_sq|fp32_param|optimizer\.state\.[a-z0-9_]+)\./;
-  const RESULTS = [compared?.values ? "equal" : "same", "differs", "other type", "only in A", "only in B"];
   const result = compared && repeated(compared.result);
+  const differing = new Map((compared?.differing || []).map((row) => [row[0], row]));
+  const statistics = new Map((data.statistics || []).map((row) => [indexOf.get(row[0]), row]));
+  // NaN or Inf, in a comparison in one only: what has it is apart from what is alike, and comes first.
+  const isBad = (p) => { const row = statistics.get(p); return row ? row[2] + row[3] > 0 : Boolean(differing.get(p)?.[6]); };
   const series = new Map();
   const described = (p) => {
     const name = names[p], own = parts[p], { dtype, shapes, size, kind } = typeOf(p);
@@ -248,7 +259,7 @@
     // Packed types count their elements.
     const packed = name.endsWith("_packed") ? (dtype === "Int32" ? 8 : 2) : name.endsWith("_blocks") && dtype === "UInt8" ? 2 : 1;
     return {
-      numbers: [], dtype, part, layerAt, series: layerAt > 0 && series.get(prefix), size: size || 0, result: result ? result[p] : 0, cut: layoutOf(p)?.cut || "",
+      numbers: [], dtype: [dtype, compared?.types[p]].filter(Boolean).join(" → "), bad: isBad(p), part, layerAt, series: layerAt > 0 && series.get(prefix), size: size || 0, result: result ? result[p] : 0, cut: layoutOf(p)?.cut || "",
       kind: kind === "optimizer state" && /(^|\.)(fp32_param|master|optimizer\.state\.param)\b/.test(name) ? "masters" : KINDS[kind] || kind,
       elements: kind === "weights" && part !== "scales" && shapes.length ? product(shapes[0]) * packed : 0,
     };
@@ -259,7 +270,7 @@
   const predicts = (layer) => data.prediction && layer >= data.prediction[0] && layer < data.prediction[0] + data.prediction[1];
   let parameters = 0, predicted = 0;
   for (let p = 0; p < count; p++) {
-    const key = [parts[p].map((part) => (number.test(part) ? "\u0001" : part)).join("."), data.parameters.type[p], layoutOf(p)?.look, result?.[p]].join("\u0002");
+    const key = [parts[p].map((part) => (number.test(part) ? "\u0001" : part)).join("."), data.parameters.type[p], layoutOf(p)?.look, result?.[p], compared?.types[p], compared?.shapes[p], isBad(p)].join("\u0002");
     if (!byKey.has(key)) byKey.set(key, described(p));
     const group = groupOf[p] = byKey.get(key);
     group.numbers.push(p);
@@ -269,12 +280,12 @@
     if (!group.series || group.result > 2) continue;
     // Bytes of each layer.
     group.series.bytes += sizes[p];
-    const all = group.series.layers, layer = all.get(layers[p]) || { layer: layers[p], bytes: 0, differ: 0, tensors: 0, elements: 0, stage: layoutOf(p)?.stage ?? 0 };
+    const all = group.series.layers, layer = all.get(layers[p]) || { layer: layers[p], bytes: 0, differ: 0, other: 0, tensors: 0, elements: 0, stage: layoutOf(p)?.stage ?? 0 };
     all.set(layers[p], layer);
     layer.bytes += sizes[p];
     layer.tensors++;
     layer.elements += group.elements;
-    if (group.result) layer.differ += sizes[p];
+    if (group.result) layer[group.result > 1 ? "other" : "differ"] += sizes[p];
   }
   const groups = [...byKey.values()], allBytes = sum(sizes);
   const bytesBy = (valueOf, of = groups) => addedUp(of, valueOf, (group) => group.size * group.numbers.length);
@@ -285,13 +296,9 @@
     const numbers = distinct(found.map((p) => Number(parts[p][at])));
     return numbers.length > 1 ? `{${ranges(numbers, 8, "-")}}` : part;
   }).join(".");
-  const differing = new Map((compared?.differing || []).map((row) => [row[0], row]));
-  const statistics = new Map((data.statistics || []).map((row) => [indexOf.get(row[0]), row]));
   // What is wrong with a tensor: the worst comes first.
-  const worst = (p) => {
-    const { result: code } = groupOf[p], row = statistics.get(p);
-    return (code === 1 ? 2 + (differing.get(p)?.[3] || 0) : code && 1) + (row && row[2] + row[3] ? 1 : 0);
-  };
+  const BAD = 9;
+  const worst = (p) => { const { bad, result: code } = groupOf[p]; return bad ? BAD : code && (code === 1 ? 2 : 1) + (differing.get(p)?.[3] || 0); };
 
   // Filters: one byte a tensor and two prefix sums, so that any group is two subtractions.
   const filters = new Map(), listeners = [];
@@ -327,12 +334,10 @@
 
   // Head and problems.
   const stateClass = { true: "ok", false: "bad" }[data.complete] || "";
-  const about = [data.form_words, data.architecture, data.step !== null && `step ${data.step}${data.steps.length > 1 ? ` (${data.newest ? "newest" : "one"} of ${data.steps.length})` : ""}`].filter(Boolean);
   const side = (n) => el(`th.${"AB"[n]}`, { scope: "row" }, "AB"[n]);
-  const sides = () => el("table.sides", compared.sides.map((each, n) => el("tr", side(n), el("td.mono", clean(each.path)),
-    [each.form, each.step === null ? "" : `step ${each.step}`, axesText(each.cluster), each.count, bytes(each.total), each.state].map((text) => el("td", clean(text))))));
-  const header = el("header", el("h1", (compared ? compared.titles : [data.title]).map((title, n) => [n > 0 && el("span.and", " and "), breaks(clean(title))])), compared ? sides()
-    : el("div.under", el("p", { id: "summary" }, about.map((text) => [clean(text), el("span.sep", "·")]), el(`span.state.${stateClass}`, el("i.dot"), clean(data.state))), el("p.mono", pathText(data.source))));
+  const sides = () => el("table.sides", compared.sides.map((each, n) => el("tr", side(n), el("td.mono", clean(each.path)), each.about.map((text) => el("td", clean(text))))));
+  const header = el("header", el("h1", data.titles.map((title, n) => [n > 0 && el("span.and", " and "), breaks(clean(title))])), compared ? sides()
+    : el("div.under", el("p", { id: "summary" }, data.about.map((text) => [clean(text), el("span.sep", "·")]), el(`span.state.${stateClass}`, el("i.dot"), clean(data.state))), el("p.mono", pathText(data.source))));
   const hint = (text) => {
     const [, before, typed] = text.match(/^(?:([^]*): )?(reshard [^]*)$/) || [null, text];
     return [before && el("p.text", before), typed && command([typed])];
@@ -349,18 +354,19 @@
     const weights = bytesBy(({ kind }) => kind).get("weights"), stageWords = stages.length > 1 && plural(stages.length, "stage");
     return el("div.facts", { id: "facts" },
       parameters > 0 && wholeShapes && fact("Parameters", ...thousands(parameters), predicted ? `+ ${thousands(predicted).join(" ")} in the prediction layer` : `${plain(parameters)} elements`, `${plain(parameters)} elements`),
-      fact("On disk", ...binary(onDisk), `in ${plural(files.state.filter((each) => each !== "missing").length, unit === "rank" ? "rank file" : "file")}`, `${plain(onDisk)} bytes`),
+      fact("On disk", ...binary(onDisk), `in ${plural(present, unit === "rank" ? "rank file" : "file")}`, `${plain(onDisk)} bytes`),
       fact("Tensors", plain(count), "", hasState ? `${plural(sum(groups.map((group) => group.kind === "weights" && group.numbers.length)), "weight")} and their state` : `${plural(groups.length, "pattern")} of names`),
       main && fact("Layers", extra ? `${main.layers.length - extra} + ${extra}` : plain(main.layers.length), "", extra ? "last: multi-token prediction" : stageWords || clean(shortened(main.prefix, 40))),
-      cluster && fact("Ranks", plain(cluster.ranks), "", axesText(cluster) || stageWords),
+      cluster && fact("Ranks", plain(cluster.ranks), "", cluster.words || stageWords),
       hasState && weights ? fact("Weights", ...binary(weights), `${share(weights, allBytes)} of the bytes`, `${plain(weights)} bytes`)
         : topBytes > 0 && fact("Type", clean(top.replace(/Float(\d+).*/, "FP$1").replace("BFP", "BF")), "", `${share(topBytes, allBytes)} of the bytes`, clean(top)));
   };
-  const differences = () => el("div.facts", { id: "facts" }, RESULTS.map((word, code) => {
+  const differences = () => el("div.facts", { id: "facts" }, compared.results.map(([word, label], code) => {
     const found = groups.filter((group) => group.result === code), tensors = (of) => sum(of.map((group) => group.numbers.length));
     const labels = [...new Set(found.map((group) => (group.kind !== "weights" ? group.kind : group.series ? group.part : shortened(patternText(group.numbers), 30))))];
-    const made = filterButton(".fact", "Result", word, (p) => groupOf[p].result === code, el("div.label", el(`i.key.r${code}`), [compared.values ? "Equal in bytes" : "Same type and shape", "Differs", "Other type or shape", "Only in A", "Only in B"][code]),
-      el("div.figure", plain(tensors(found))), el("div.soft", code ? labels.slice(0, 3).join(", ") + (labels.length > 3 ? " …" : "") || "none" : `of ${plural(tensors(groups.filter((group) => group.result < 3)), "tensor")} in both`));
+    const unread = code === 1 && !compared.values, same = code === 2 && compared.values && sum(found.flatMap(({ numbers }) => numbers).map((p) => differing.get(p)?.[2] === 0));
+    const made = filterButton(".fact", "Result", word, (p) => groupOf[p].result === code, el("div.label", el(`i.key.r${code}`), label),
+      el("div.figure", unread ? "unknown" : plain(tensors(found))), el("div.soft", unread ? "values were not compared: add --stats" : same ? `values equal in ${plain(same)}` : code ? labels.slice(0, 3).join(", ") + (labels.length > 3 ? " …" : "") || "none" : `of ${plural(tensors(groups.filter((group) => group.result < 3)), "tensor")} in both`));
     made.disabled = !found.length;
     return made;
   }));
@@ -429,7 +435,7 @@
       sentence = [data.layouts.length > 0 && data.layouts.every((layout) => layout.shardings[0].cuts.every((n) => n === 1)) && "Tensors are whole.", total > 1 && least < Infinity && `The largest file has ${bytes(most)}, the smallest ${bytes(least)}.`];
     }
     [said, tell] = teller(sentence.filter(Boolean).join(" "));
-    return el("div", { id: "cut" }, el("h2", ranked ? "How it is cut" : `Stored in ${plural(total, "file")}`), el(`div.blocks.${stages.length > 8 ? "many" : ""}`, blocks()), el("p", said));
+    return el("div", { id: "cut" }, el("h2", ranked ? "How it is cut" : `Stored in ${plural(present, "file")}`), el(`div.blocks.${stages.length > 8 ? "many" : ""}`, blocks()), el("p", said));
   };
 
   // Layers: bytes of each.
@@ -437,7 +443,7 @@
     const { prefix } = each, group = Math.ceil(each.layers.length / 200), layersOf = [];
     for (let at = 0; at < each.layers.length; at += group) {
       const inside = each.layers.slice(at, at + group), total = (key) => sum(inside.map((layer) => layer[key]));
-      layersOf.push({ first: inside[0].layer, last: inside[inside.length - 1].layer, stage: inside[0].stage, bytes: total("bytes"), differ: total("differ"), tensors: total("tensors"), elements: total("elements") });
+      layersOf.push({ first: inside[0].layer, last: inside[inside.length - 1].layer, stage: inside[0].stage, bytes: total("bytes"), differ: total("differ"), other: total("other"), tensors: total("tensors"), elements: total("elements") });
     }
     const high = largest(layersOf.map((layer) => layer.bytes)), usual = layersOf.map((layer) => layer.bytes).sort((a, b) => a - b)[layersOf.length >> 1];
     const [said, tell] = teller(compared ? "" : `most layers ${bytes(usual)}; outside the layers ${bytes(sum(groups.map((found) => (found.series ? 0 : found.size * found.numbers.length))))}`);
@@ -466,10 +472,10 @@
       let x = 0, begin = 0;
       layersOf.forEach((layer, at) => {
         x += apart[at];
-        const { first, last, stage } = layer, shade = few && stage % 2 ? "t" : "b", tall = Math.max(2, 64 * layer.bytes / high), differs = layer.differ ? Math.max(5, 64 * layer.differ / layer.bytes) : 0;
+        const { first, last, stage } = layer, shade = few && stage % 2 ? "t" : "b", tall = Math.max(2, 64 * layer.bytes / high), part = (size) => (size ? Math.max(5, 64 * size / layer.bytes) : 0), differs = part(layer.differ), others = Math.min(64 - differs, part(layer.other));
         const faded = filters.has(prefix) && (last < low || first > top) ? ".faded" : "";
         const column = (kind, from, size) => rect(kind + faded, x, from, wide - thin, size);
-        shapes.push(compared ? [column("grey", 0, 64), column("amber3", 64 - differs, differs)] : [column("ground", 0, 64), column(`${shade}2`, 64 - tall, tall), column(`${shade}cap`, 64 - tall, 2)]);
+        shapes.push(compared ? [column("grey", 0, 64), column("amber3", 64 - differs, differs), column("r2", 64 - differs - others, others)] : [column("ground", 0, 64), column(`${shade}2`, 64 - tall, tall), column(`${shade}cap`, 64 - tall, 2)]);
         if (first % tick === 0 || predicts(last)) shapes.push(words("", x + wide / 2, 80, String(first)));
         cells.push({ x, y: 0, width: wide, height: 64 });
         if (!at || stage !== layersOf[at - 1].stage) begin = x;
@@ -480,8 +486,8 @@
     };
     listeners.push(redraw);
     redraws.push(redraw);
-    return el("div", el("div.between", el("h2", compared ? "Layers: bytes in both that differ" : "Layers: bytes of each", series.size > 1 && el("span.soft", `, ${clean(shortened(prefix, 50))}`)),
-      el("span", said, compared && el("span.soft", el("i.key.r0"), "equal ", el("i.key.r1"), "differs"))), host);
+    return el("div", el("div.between", el("h2", compared ? "Layers: bytes in both" : "Layers: bytes of each", series.size > 1 && el("span.soft", `, ${clean(shortened(prefix, 50))}`)),
+      el("span", said, compared && el("span.soft", compared.results.slice(0, 3).map(([, label], code) => (code !== 1 || compared.values) && [el(`i.key.r${code}`), `${label} `])))), host);
   };
   const layerSection = () => {
     const shown = allSeries.filter((each) => each.bytes >= allBytes * 0.05 && each.layers.length > 1).slice(0, 3);
@@ -496,7 +502,7 @@
   const DEEPEST = 200;
   const build = (first, end, depth, label) => {
     if (end - first === 1 && (parts[first].length === depth || depth > DEEPEST)) {
-      return { label, first, end, kids: null, worst: worst(first), id: interned(`${data.parameters.type[first]} ${layoutOf(first)?.look} ${groupOf[first].result}`) };
+      return { label, first, end, kids: null, worst: worst(first), id: interned(groupOf[first]) };
     }
     const kids = [];
     for (let at = first, to; at < end; at = to) {
@@ -571,21 +577,21 @@
   };
 
   // The columns of the list.
-  const typeText = (p) => clean([typeOf(p).dtype, compared?.types[p]].filter(Boolean).join(", "));
   const marked = (text) => (plainWords().length ? text.split(new RegExp(`(${plainWords().map(literally).join("|")})`, "gi")).map((part, n) => (n % 2 ? el("span.hit", part) : part)) : text);
-  const nameCell = (text) => halves("name", shortened(text), shortened(text).lastIndexOf(".", shortened(text).lastIndexOf(".") - 1), marked, text);
+  // The last two parts stay, and before them those from a number on, of a layer or an expert, where that is not long.
+  const nameCell = (text) => halves("name", shortened(text), shortened(text).search(/(\.[\d{].{0,31}|(\.[^.]*){2})$/), marked, text);
   const barOf = (part) => el("span.of", el("i", { style: { width: `${100 * part}%` } }));
   // What a tensor has a number of, in one row of data.
   const value = (from, at, shown = short) => (row) => { const found = row.leaf ? from.get(firstOf(row)) : undefined; return found ? shown(found[at], found) : ""; };
   const shapeCell = (row) => (row.leaf ? typeOf(firstOf(row)).shapes.slice(0, 2).map(shapeText).join(" ") : "");
   const typeCell = (row) => {
-    row.types ||= [...new Set(row.leaf ? [typeText(firstOf(row))] : row.members.flatMap(({ first, end }) => groupOf.slice(first, end)).map(({ dtype }) => dtype))];
+    row.types ||= [...new Set(row.members.flatMap(({ first, end }) => groupOf.slice(first, end)).map(({ dtype }) => dtype))];
     return row.types.length > 1 ? `${row.types.length} types` : clean(row.types[0]);
   };
   const resultCell = (row) => {
     const codes = addedUp(row.members.flatMap(({ first, end }) => groupOf.slice(first, end).filter((_, at) => mask[first + at])), (group) => group.result, () => 1);
     const code = [1, 2, 3, 4].find((each) => codes.has(each)) ?? 0;
-    return el(`span.r${code}.text`, row.leaf || !code || codes.size === 1 && code > 1 ? RESULTS[code] : `${plain(codes.get(code))} ${code === 1 ? "differ" : RESULTS[code]}`);
+    return el(`span.text.${row.worst === BAD ? "bad" : `r${code}`}`, row.leaf || !code || codes.size === 1 && code > 1 ? row.count === 1 && differing.get(firstOf(row))?.[6] || compared.results[code][0] : `${plain(codes.get(code))} ${code === 1 ? "differ" : compared.results[code][0]}`);
   };
   const column = (title, width, drop, cell) => {
     const sort = title in ORDERS && title, kind = numeric(title), label = el(sort ? "button" : "span", { onclick: () => { if (sort) { view.down = view.by === sort ? !view.down : sort !== "name"; view.by = sort; refresh(); } } });
@@ -597,20 +603,21 @@
   };
   // Title, width, which go first as the list narrows, and cell.
   const COLUMNS = [column("name", 0, 0, nameColumn), ...(compared ? [
-    column("result", 98, 0, resultCell), column("type", 132, 4, typeCell), column("shape", 124, 3, shapeCell), column("elements", 78, 2, value(differing, 2, (amount, row) => (amount === null ? "" : share(amount, row[1])))),
-    column("largest", 78, 1, value(differing, 4)), column("relative", 92, 5, value(differing, 3, (amount) => el("b.r1.text", short(amount)))),
+    column("result", 124, 0, resultCell), column("type", 148, 4, typeCell), column("shape", 110, 3, shapeCell), ...(compared.values ? [
+      column("elements", 78, 2, value(differing, 2, (amount, row) => (amount === null ? "" : share(amount, row[1])))), column("largest", 78, 1, value(differing, 4)), column("relative", 92, 5, value(differing, 3, (amount) => amount && el("b.r1.text", short(amount)))),
+    ] : []),
   ] : [
     column("", 118, 1, (row) => barOf(row.bytes / (totals[count] || 1))), column("size", 92, 0, (row) => bytes(row.bytes)), column("tensors", 78, 2, (row) => expandable(row) && plain(row.count)),
-    column("type", 120, 4, typeCell), column("shape", 124, 8, shapeCell), column("cut", 136, 3, (row) => row.leaf && groupOf[firstOf(row)].cut), ...(data.statistics ? [
+    column("type", 120, 4, typeCell), column(wholeShapes ? "shape" : "shape in a file", 124, 8, shapeCell), column("cut", 136, 3, (row) => row.leaf && groupOf[firstOf(row)].cut), ...(data.statistics ? [
       column("NaN+Inf", 84, 9, value(statistics, 2, (amount, row) => el(`span.${amount + row[3] ? "bad" : ""}`, plain(amount + row[3])))),
-      column("min", 84, 7, value(statistics, 5)), column("max", 84, 6, value(statistics, 6)), column("norm", 84, 5, value(statistics, 8)),
+      ...[["min", 7, 5], ["max", 6, 6], ["norm", 5, 8]].map(([title, drop, at]) => column(title, 94, drop, value(statistics, at))),
     ] : []),
   ])];
   // Columns go as the list narrows, so that names keep their room.
   const columnsFor = (width) => {
     let shown = COLUMNS.filter(({ title }) => (title || view.mode === "Tree") && (title !== "cut" || groups.some((group) => group.cut)));
     const room = () => width - sum(shown.map((column) => column.width));
-    for (let drop = 1; drop < 10; drop++) if (room() < (width < 600 ? 170 : view.mode === "Tree" ? 250 : 420)) shown = shown.filter((column) => column.drop !== drop);
+    for (let drop = 1; drop < 10; drop++) if (room() < (width < 600 ? 170 : view.mode === "Tree" ? 250 : 400)) shown = shown.filter((column) => column.drop !== drop);
     return shown;
   };
 
@@ -711,18 +718,18 @@
     view.chosen = p;
     // Not everywhere has a page an address, and not every name has one.
     if (!keep) try { history.replaceState(null, "", `#${encodeURIComponent(names[p])}`); } catch { /* The choice counts. */ }
-    const { size, shapes, held } = typeOf(p), layout = layoutOf(p), [dims = []] = shapes, group = groupOf[p], link = partner(p);
+    const { size, full, shapes, held } = typeOf(p), layout = layoutOf(p), [dims = []] = shapes, group = groupOf[p], link = partner(p);
     const name = clean(names[p]), end = name.lastIndexOf(".") + 1;
     inspector.replaceChildren(
       el("h3", { id: "chosen", title: name }, breaks(shortened(name.slice(0, end))), el("b", shortened(name.slice(end)))),
       pairsOf([
-        ["Type", typeText(p)], ["Shape", `${shapes.slice(0, 3).map(shapeText).join(", ")}${layout || shapes.length === 1 ? ` = ${plural(product(dims), "element")}` : ""}${compared?.shapes[p] ? `; in B ${shapeText(compared.shapes[p])}` : ""}`],
-        ["Size", size && `${bytes(size)}${size >= 1024 ? `, ${plain(size)} bytes` : ""}`], ["Kind", (group.kind !== "weights" || hasState) && group.kind],
+        ["Type", clean(group.dtype)], [full === null ? "In a file" : "Shape", `${shapes.slice(0, 3).map(shapeText).join(", ")}${layout || shapes.length === 1 ? ` = ${plural(product(dims), "element")}` : ""}${compared?.shapes[p] ? `; in B ${shapeText(compared.shapes[p])}` : ""}`],
+        ["Size", size && `${bytes(size)}${size >= 1024 ? `, ${plain(size)} bytes` : ""}${full === null ? ` in ${plural(held, "file")}` : ""}`], ["Kind", (group.kind !== "weights" || hasState) && group.kind],
         ["Cut", layout ? cutWords(layout) : unit === "rank" && !compared && "unknown: no strategy"], ["Stage", layout && stageText(layout.stage)],
         [SCALE.test(names[p]) ? "Weight" : "Scales", link && el("button.link", { onclick: () => choose(link[0]) }, clean(link[1]))],
         ["Alike", group.numbers.length > 1 && [`${plural(group.numbers.length, "tensor")}, ${bytes(group.size * group.numbers.length)}: `, el("span.soft", breaks(patternText(group.numbers)))]],
       ]),
-      ...(compared ? [difference(p)] : layout ? layout.shardings.map((sharding, way) => slices(p, sharding, way)) : [el("div", el("h4", `In ${plural(held, "file")}, as each stores it`), getCommand(p))]),
+      ...(compared ? [difference(p)] : layout ? layout.shardings.map((sharding, way) => slices(p, sharding, way)) : [getCommand(p)]),
       statistics.has(p) ? numbers(statistics.get(p)) : "");
     drawList();
   };
@@ -796,20 +803,21 @@
   // How many elements there are of each power of two, and other numbers.
   const numbers = (row) => {
     const place = row[9] && el("span.bad", `${shapeText(row[9].index)}${row[9].file === null ? "" : `, ${unit} ${row[9].rank}, ${clean(row[9].file)}`}`), [lowest, levels = ""] = row[10] || [], wide = 350 / levels.length, span = [`2^${lowest}`, `2^${lowest + levels.length - 1}`];
-    return el("div", el("h4", "Numbers"), pairsOf([...["elements", "NaN", "Inf", "zeros", "min", "max", "mean", "norm"].map((title, n) => [title, row[n + 1] !== null && short(row[n + 1])]), ["first NaN or Inf", place]]),
+    return el("div", el("h4", "Numbers"), pairsOf([...["elements", "NaN", "Inf", "zeros", "min", "max", "mean", "norm"].map((title, n) => [title, row[n + 1] !== null && exact(row[n + 1])]), ["first NaN or Inf", place]]),
       levels && el("svg", { width: 350, height: 60, role: "img", "aria-label": `magnitudes from ${span.join(" to ")}` }, [...levels].map((level, n) => rect("b4", n * wide, 44 - level * 5.5, Math.max(1, wide - 1), level * 5.5)), words("left", 0, 57, span[0]), words("right", 350, 57, span[1])));
   };
   const difference = (p) => {
     const row = differing.get(p), code = groupOf[p].result;
-    return el("div", el(`p.r${code}.text`, `${RESULTS[code]}${row && row[2] !== null ? `: ${plain(row[2])} of ${plural(row[1], "element")}` : ""}`),
-      row?.[5] && [el("h4", "First of the largest differences"), el("table.first", el("tr", el("th", { scope: "row" }, "at"), el("td", shapeText(row[5])), el("td")), [0, 1].map((n) => el("tr", side(n), el("td", short(row[6 + 2 * n])), el("td.soft", pathText(row[7 + 2 * n])))))],
+    const first = (title, found) => found && [el("h4", title), el("table.first", el("tr", el("th", { scope: "row" }, "at"), el("td", shapeText(found[0])), el("td")), [1, 3].map((n) => el("tr", side(n >> 1), el("td", short(found[n])), el("td.soft", pathText(found[n + 1])))))];
+    return el("div", el(`p.r${code}.text`, `${compared.results[code][0]}${row && row[2] !== null ? `: ${row[2] ? `${plain(row[2])} of ${plural(row[1], "element")}` : code > 1 ? "all values are equal" : "bits only"}` : ""}`),
+      row && [row[6] && el("p.bad", row[6]), first("First NaN or Inf in one only", row[7]), first("First of the largest differences", row[5])],
       command(["reshard", "diff", ...compared.sides.map((each) => quote(each.path)), "--include", quote(names[p].replace(/[[?*]/g, "[$&]")), ...data.options.map(quote)]));
   };
 
   // A conversion: bytes from every source to every target. Too many ranks come as groups of neighbours.
   const conversion = (moves) => {
-    const { together } = moves, real = [moves.source_noun, moves.target_noun], totalOf = [moves.sources, moves.targets], grouped = together > 1;
-    const nouns = grouped ? ["group", "group"] : real, ends = totalOf.map((total) => Math.ceil(total / together)), clusters = [moves.source_cluster, moves.target_cluster];
+    const { together } = moves, grouped = together > 1, nouns = grouped ? ["group", "group"] : [moves.source_noun, moves.target_noun];
+    const ends = [moves.sources, moves.targets].map((total) => Math.ceil(total / together)), clusters = [moves.source_cluster, moves.target_cluster];
     const stagesOf = clusters.map((each) => (each && !grouped ? each.stages : [])), staged = stagesOf.map((found) => found.length > 1);
     const ENDS = ["source", "target"], pairs = [];
     [moves.parameters, moves.copied].forEach((relation, copied) => repeated(relation.pattern).forEach((found, target) => {
@@ -819,9 +827,6 @@
       add(source, value);
       for (let n = 0; n < others.length; n += 2) add(source += others[n], others[n + 1]);
     }));
-    const [busiest, most] = moves.busiest, busy = moves.taken ? most * totalOf[0] / moves.taken : 0;
-    const figures = el("div.facts.four", fact("Moved", ...binary(moves.taken), `a target ${real[1]} writes ${bytes(largest(repeated(moves.bytes)))} at most`), fact("Requests", plain(moves.requests), "", `${bytes(moves.requests && moves.taken / moves.requests)} each on average`),
-      busy > 0 && fact("Sources of a target", extent(...moves.fans), "", `of ${plural(totalOf[0], real[0])}`), busy > 0 && fact("Busiest source", el(`span.${busy >= 2 ? "warn" : ""}`, `${busy.toFixed(2)} ×`), "", `the mean: ${real[0]} ${busiest}, ${bytes(most)}`));
     // One cell is so many ranks, or a stage.
     const chunks = ([first, end], size) => Array.from({ length: Math.ceil((end - first) / size) }, (_, at) => [first + at * size, Math.min(end, first + (at + 1) * size)]);
     const longest = Math.max(...ends), finest = [1, 8, 64, 512].find((level) => longest / level <= 128) || 4096;
@@ -891,7 +896,7 @@
         words("left.chosen", 0, -32, title(1)), down, words("left", right + 6, -8, "read"), words("right", -7, bottom + 18, "written"),
         sums[0].map((value, y) => rect("b2", right + 6, y * height, 46 * value / most[0], Math.max(1, height - 1))), sums[1].map((value, x) => rect("b2", x * width, bottom + 6, Math.max(1, width - 1), 24 * value / most[1])));
       legend.replaceChildren(...["b1", "b2", "b3", "b4", "b5"].filter((kind) => kinds.has(kind)).map((kind, n) => el("span", el(`i.key.${kind}`), `${n ? "" : "up to "}${bytes(high * kind[1] / 5)}`)), kinds.has("amber3") ? el("span", el("i.key.amber3"), "values copied as they are") : "",
-        el("span.soft", `${width >= 30 && width <= 64 ? `in ${byteUnits[power]}; ` : ""}${inside ? "here " : ""}at most ${bytes(most[1])} written and ${bytes(most[0])} read by a ${level || inside ? columns[0][1] - columns[0][0] > 1 ? `cell of ${columns[0][1] - columns[0][0]} ${nouns[1]}s` : nouns[1] : "stage"}`));
+        el("span.soft", `${width >= 30 && width <= 64 ? `in ${byteUnits[power]}; ` : ""}${inside ? "here " : ""}at most ${bytes(most[1])} of tensors written and ${bytes(most[0])} read by a ${level || inside ? columns[0][1] - columns[0][0] > 1 ? `cell of ${columns[0][1] - columns[0][0]} ${nouns[1]}s` : nouns[1] : "stage"}`));
       buttons.forEach((each, n) => each.setAttribute("aria-pressed", levels[n] === level && !inside));
       go(best);
     };
@@ -911,8 +916,8 @@
       const at = cursor;
       if (cells.length) { draw(shown); go(at); } else setLevel(finest);
     });
-    const line = clusters.map((each, n) => [axesText(each), plural(totalOf[n], real[n])].filter(Boolean).join(", ")).join(" → ") + (grouped ? `; a group is ${together} neighbours, because there are too many numbers` : "");
-    return el("section", { id: "conversion" }, el("div.tools", el("h2", "Conversion"), levels.length > 1 && el("span.modes", buttons), el("span.soft", line), el("span.gap"), el("label.soft", { for: "targetnumber" }, `target ${nouns[1]}`), input), figures,
+    return el("section", { id: "conversion" }, el("div.tools", el("h2", "Conversion"), levels.length > 1 && el("span.modes", buttons), el("span.soft", moves.line), el("span.gap"), el("label.soft", { for: "targetnumber" }, `target ${nouns[1]}`), input),
+      el("div.facts.four", moves.facts.map(([label, figure, small, soft, kind]) => fact(label, el(`span.${kind}`, figure), small, soft))),
       el("div.two", el("div", matrix.host, legend, said), detail));
   };
 
@@ -939,8 +944,8 @@
     ["tensors", listTitle, el("section", { id: "tensors" }, el("div.tools", el("h2", listTitle), el("span.searching", search, el("kbd", "/")), el("span.modes", modes), chips, el("span.gap"), status), el("div.pane", el("div", list, nothing), inspector))],
     ["files", filesTitle, fileSection()]].filter(([, , section]) => section);
   const links = sections.map(([, title, section]) => el("a", { href: `#${section.id}`, onclick: (event) => { event.preventDefault(); section.scrollIntoView(); } }, title));
-  document.body.append(header, el("nav", { "aria-label": "Sections" }, el("div", links)), el("main", !compared && problems(), sections.map(([, , ...each]) => each)),
-    el("footer", el("p.mono", clean(data.command)), el("p", `reshard ${data.version}; ${data.statistics || compared?.values ? "from the contents of all tensors" : `from names, sizes, headers and strategies; ${compared ? "types and shapes were compared, values were not" : "contents were not compared"}`}; 1 KiB is 1,024 bytes`)));
+  document.body.append(header, el("nav", { "aria-label": "Sections" }, el("div", links)), el("main", problems(), sections.map(([, , ...each]) => each)),
+    el("footer", el("p.mono", clean(data.command)), el("p", data.foot)));
   const current = () => {
     // The last section may be too short to reach the top.
     const end = scrollY > 0 && scrollY + innerHeight >= document.documentElement.scrollHeight - 2;
@@ -954,7 +959,7 @@
   refresh();
   redraws.forEach((redraw) => redraw());
   const hashed = () => { try { return indexOf.get(decodeURIComponent(location.hash.slice(1))); } catch { return undefined; } };
-  const lost = names.findIndex((_, p) => layoutOf(p)?.lost), weight = ({ numbers: found, size }) => (compared ? worst(found[0]) : size * found.length);
+  const lost = names.findIndex((_, p) => layoutOf(p)?.lost), weight = ({ numbers: found, size, bad }) => (bad ? Infinity : compared ? worst(found[0]) : size * found.length);
   const start = hashed() ?? (lost >= 0 ? lost : mostFirst(groups.map((group) => [group.numbers[0], weight(group)]))[0]?.[0]);
   if (start !== undefined) choose(start, true);
   addEventListener("hashchange", () => { const p = hashed(); if (p !== undefined) choose(p, true); });

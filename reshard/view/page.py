@@ -32,7 +32,7 @@ from reshard.forms.recorded import ChunkedCheckpoint
 from reshard.inspection.checkpoint import Inspected, InspectedFile, Problem
 from reshard.numbers.widening import ONE
 from reshard.storage import absolute
-from reshard.strategies import Strategy
+from reshard.strategies import SAME, Strategy
 from reshard.text.messages import one_line, plural
 from reshard.text.names import is_weight, kind_of, natural_key
 
@@ -82,16 +82,13 @@ def described(
     """What is on the page beside the entries: the checkpoint, its steps and files, and tables of types and layouts."""
     shown, paths, config = inspected.shown, _paths(entries.files), _configuration(inspected.path)
     return {
-        "version": __version__,
         "source": inspected.path,
-        "title": title_of(inspected.path),
-        "form_words": inspected.form.options.title,
-        "architecture": _architecture(config),
+        "titles": [title_of(inspected.path)],
+        "about": _about(inspected, config),
         "prediction": _prediction(config),
         "block": _block(config),
         "unit": inspected.form.options.unit,
         "step": shown.step,
-        "newest": shown.step == _newest(inspected),
         "complete": shown.complete,
         "state": state_words(inspected),
         "problems": [each._asdict() for each in sorted(problems, key=lambda problem: problem.level)],
@@ -136,6 +133,14 @@ def state_words(inspected: Inspected) -> str:
     return f"not complete: {plural(absent, 'rank')} missing" if absent else "not complete"
 
 
+def _about(inspected: Inspected, config: Mapping[str, object]) -> list[str]:
+    """The form, the model's class and the step, as far as they are known."""
+    step, steps = inspected.shown.step, len(_steps(inspected))
+    which = f" ({'newest' if step == _newest(inspected) else 'one'} of {steps})" if steps > 1 else ""
+    words = [inspected.form.options.title, _architecture(config), None if step is None else f"step {step}{which}"]
+    return [each for each in words if each]
+
+
 def _newest(inspected: Inspected) -> str | None:
     if inspected.form.options.by_rank:
         return inspected.steps[0].step if inspected.steps else None
@@ -162,7 +167,8 @@ def cluster_of(strategy: Strategy | None) -> dict[str, Any] | None:
     if strategy is None or strategy.is_placeholder or strategy.device_count < 2:
         return None
     stages = [[stage.first_rank, stage.device_count] for stage in strategy.stages]
-    axes, (devices, *others) = None, {stage.device_count for stage in strategy.stages}
+    axes: list[list[Any]] = []
+    devices, *others = {stage.device_count for stage in strategy.stages}
     slices = {
         math.prod(layout.tensor_cuts)
         for stage in strategy.stages
@@ -170,10 +176,13 @@ def cluster_of(strategy: Strategy | None) -> dict[str, Any] | None:
         if "expert" not in name and is_weight(name, stage.layouts)
     }
     mp = max(slices, default=0)
-    if mp and slices <= {1, mp} and not others and devices % mp == 0:
+    # Recorded layouts do not tell mp from optimizer shards, where both together cut over all ranks.
+    known = mp < devices or strategy.path != SAME
+    if mp and known and slices <= {1, mp} and not others and devices % mp == 0:
         sizes = {"dp": devices // mp, "mp": mp, "pp": len(stages)}
-        axes = [[name, size] for name, size in sizes.items() if size > 1]
-    return {"ranks": strategy.device_count, "stages": stages, "axes": axes}
+        axes += [[name, size] for name, size in sizes.items() if size > 1]
+    words = " × ".join(f"{name} {size}" for name, size in axes)
+    return {"ranks": strategy.device_count, "stages": stages, "axes": axes, "words": words}
 
 
 def _configuration(path: str) -> Mapping[str, object]:
@@ -433,8 +442,8 @@ def page(data: Mapping[str, Any]) -> bytes:
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
     )
     # Lone surrogates, from names that are not UTF-8, stay escapes.
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    title = html.escape(one_line(str(data.get("title", ""))))
+    text = json.dumps({**data, "foot": _foot(data)}, separators=(",", ":")).replace("<", "\\u003c")
+    title = html.escape(one_line(" and ".join(data.get("titles", ()))))
     parts = [
         f'<!doctype html>\n{MARK}\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
@@ -445,6 +454,17 @@ def page(data: Mapping[str, Any]) -> bytes:
         f'<script type="application/json" id="data">{text}</script>\n<script>{script}</script>\n</body>\n</html>\n',
     ]
     return "".join(parts).encode()
+
+
+def _foot(data: Mapping[str, Any]) -> str:
+    """What the page was made from."""
+    compared = data.get("compared")
+    if data.get("statistics") or (compared and compared["values"]):
+        read = "from the contents of all tensors"
+    else:
+        read = "from names, sizes, headers and strategies; "
+        read += "types and shapes were compared, values were not" if compared else "contents were not compared"
+    return f"reshard {__version__}; {read}; 1 KiB is 1,024 bytes"
 
 
 def _asset(name: str) -> str:

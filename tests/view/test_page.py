@@ -255,7 +255,115 @@ def test_a_comparison_without_values_says_so(window: Browser, other: Path, tmp_p
     done("view", DEMO / "src_checkpoints", other, "--a-strategy", CUT[1], "-o", tmp_path / "page.html")
     window.open(tmp_path / "page.html")
     assert window.texts("#facts .label")[0] == "Same type and shape" and "values were not" in window.text("footer")
-    assert [int(text) for text in window.texts("#facts .figure")][1:3] == [0, 1]
+    assert window.texts("#facts .figure")[1:3] == ["unknown", "1"]
+    assert "add --stats" in window.texts("#facts .soft")[1]
+    rows = window.texts("#list .row .text")
+    assert "same shape" in rows and not {"same", "equal"} & set(rows)
+    assert not window.run(CUT_OFF) and window.errors() == []
+
+
+CUT_OFF = "return [...document.querySelectorAll('#list .cell')].some(each => each.scrollWidth > each.clientWidth)"
+
+
+def test_a_tensor_that_is_nan_in_one_only_is_first_and_red(window: Browser, tmp_path: Path) -> None:
+    """Also in a layer that is not the first of those that are alike."""
+    sample = tensors(names=["w"])["w"]
+    names = [f"layers.{layer}.{part}.weight" for layer in range(6) for part in ("a", "b")]
+    a, b = dict.fromkeys(names, sample), {}
+    for name in names:
+        array = sample.array.copy()
+        array.view("<f4")[1, 1] += 9
+        if name == "layers.3.b.weight":
+            array.view("<f4")[0, 2] = np.nan
+        b[name] = sample._replace(array=array)
+    for side, contents in (("a", a), ("b", b)):
+        write_checkpoint(tmp_path / side / "model.safetensors", contents)
+    done("view", tmp_path / "a", tmp_path / "b", "--stats", "-o", tmp_path / "page.html")
+    window.open(tmp_path / "page.html")
+    assert "layers.3.b.weight: 1 NaN in B only; the first at [0,2]" in window.text(".problems .l0")
+    assert window.run("return document.querySelector('#chosen').title") == "layers.3.b.weight"
+    assert window.text("#inspector .bad") == "1 NaN in B only" and window.texts(".first td")[0] == "[0, 2]"
+    assert window.texts(".first td")[4] == "NaN"
+    for mode in ("Tree", "Patterns", "Names"):
+        window.run(
+            "[...document.querySelectorAll('.modes button')].find(each => each.textContent === arguments[0]).click()",
+            mode,
+        )
+        kinds = window.run("return [...document.querySelectorAll('#list .row .text')].map(each => each.className)")
+        red = [kind == "text bad" for kind in kinds]
+        assert red[0] and red == sorted(red, reverse=True) and not all(red)
+    assert window.texts("#list .row .text")[0] == "1 NaN in B only"
+    # Of one checkpoint, too.
+    done("view", tmp_path / "b", "--stats", "-o", tmp_path / "page.html")
+    window.open(tmp_path / "page.html")
+    assert window.run("return document.querySelector('#chosen').title") == "layers.3.b.weight"
+    assert "layers.3.b.weight: 1 NaN, 0 infinite; the first at [0,2]" in window.text(".problems .l0")
+    assert window.errors() == []
+
+
+def test_another_type_says_both_and_whether_values_are_equal(window: Browser, tmp_path: Path) -> None:
+    done("convert", DEMO / "src_checkpoints", tmp_path / "a", *CUT, "--to", "huggingface", "--exclude", "*_*")
+    done("convert", tmp_path / "a", tmp_path / "b", "--to", "huggingface", "--cast", "*=BFloat16")
+    pairs = done("diff", tmp_path / "a", tmp_path / "b", "--json").json["differing"]
+    done("view", tmp_path / "a", tmp_path / "b", "--stats", "-o", tmp_path / "page.html")
+    window.open(tmp_path / "page.html")
+    assert set(window.texts("#list .row .cell:nth-child(3)")) == {"Float32 → BFloat16"}
+    equal = [pair["name"] for pair in pairs if pair["differing"] == 0]
+    assert window.texts("#facts .soft")[2] == f"values equal in {len(equal)}" and 0 < len(equal) < len(pairs)
+    # What differs in values, too, comes first.
+    assert window.run("return document.querySelector('#chosen').title") not in equal
+    chosen(window, equal[0])
+    assert "other type: all values are equal" in window.text("#inspector")
+    chosen(window, "head.weight")
+    assert "other type: 3,824 of 4,608 elements" in window.text("#inspector")
+    # The layers have a colour of their own for it.
+    assert "Other type or shape" in window.text("#layers")
+    heights = "return [...document.querySelectorAll(arguments[0])].map(each => Number(each.getAttribute('height')))"
+    assert window.run(heights, ".strip .r2") == [64] * 4 and window.run(heights, ".strip .amber3") == [0] * 4
+    assert window.errors() == []
+
+
+def test_numbers_of_any_size_fit_their_columns(window: Browser, tmp_path: Path) -> None:
+    sample = tensors(names=["w"])["w"]
+    numbers = {"a": -30212345.5, "b": 0.0000512345, "c": -1.2345e-30, "d": 999999.0, "e": 12345.678, "f": 2303.51}
+    contents = {}
+    for name, number in numbers.items():
+        array = np.full_like(sample.array.view("<f4"), number)
+        contents[name] = sample._replace(array=array)
+    write_checkpoint(tmp_path / "src" / "model.safetensors", contents)
+    done("view", tmp_path / "src", "--stats", "-o", tmp_path / "page.html")
+    window.open(tmp_path / "page.html", 1440)
+    titles = window.texts("#list .head > div:not([hidden])")
+    rows = window.run(
+        "return [...document.querySelectorAll('#list .row')].map(r => [...r.children].map(c => c.textContent))"
+    )
+    shown = {row[0]: row[titles.index("min")] for row in rows}
+    assert shown == dict(zip("abcdef", ["-3.021e+7", "5.123e-5", "-1.235e-30", "999,999", "1.235e+4", "2,304"]))
+    assert not window.run(CUT_OFF) and window.errors() == []
+
+
+def test_a_narrow_list_keeps_the_numbers_of_layers(window: Browser, demo: Path) -> None:
+    window.open(demo, 390)
+    window.run("[...document.querySelectorAll('.modes button')].find(each => each.textContent === 'Names').click()")
+    ends = window.texts("#list .row .name > :last-child")
+    assert ".0.output.mapping.weight" in ends and len(set(ends)) == len(ends)
+    assert not overflows(window) and window.errors() == []
+
+
+def test_files_that_are_left_are_counted_and_shapes_are_those_of_a_file(window: Browser, tmp_path: Path) -> None:
+    shutil.copytree(DEMO / "src_checkpoints", tmp_path / "src")
+    shutil.rmtree(tmp_path / "src" / "rank_3")
+    done("view", tmp_path / "src", "-o", tmp_path / "page.html")
+    window.open(tmp_path / "page.html")
+    assert window.text("#cut h2") == "Stored in 7 files" and "in 7 rank files" in window.texts("#facts .soft")
+    assert "shape in a file" in window.texts("#list .head > div") and "In a file" in window.texts("#inspector dt")
+    assert " bytes in 7 files" in window.text("#inspector dl") and window.errors() == []
+
+
+def test_bytes_of_a_target_are_with_headers_or_of_tensors(window: Browser, demo: Path) -> None:
+    window.open(demo)
+    assert window.texts("#conversion .fact .soft")[0] == "with headers, a target rank has at most 90.9 KiB"
+    assert "at most 86.8 KiB of tensors written" in window.text("#conversion")
 
 
 def test_what_cannot_be_compared_is_refused(other: Path, tmp_path: Path) -> None:
