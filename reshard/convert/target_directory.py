@@ -146,7 +146,7 @@ class TargetDirectory:
         if in_the_way and not self._overwrite:
             known = before is not None and bool(before.done(frozenset(in_the_way)))
             raise self._existing(in_the_way, known)
-        if joined and not anew:
+        if before is not None and joined and not anew:
             self._note_other_path(before)
         return missing, before, recorded, anew
 
@@ -178,7 +178,7 @@ class TargetDirectory:
         """
         if not self._checks_crcs:
             return []
-        new = sorted({source.rank for source in self._known_damaged(before)} - {one.rank for one in self._suspected})
+        new = [source.rank for source in before.known_damaged(self._sources) if source not in self._suspected]
         if new:
             files = refusals.source_files(new, self._plan.request.form.options.unit)
             raise RetryableError(
@@ -211,10 +211,10 @@ class TargetDirectory:
             replace = refusals.replacing(self._record, self._whole)
             raise refusals.other_source(self._root, files, changed[0], how, replace)
 
-    def _note_other_path(self, before: Ledger | None) -> None:
+    def _note_other_path(self, before: Ledger) -> None:
         """Note that the finished targets were made from another path, whose files look like those of this run."""
-        theirs, mine = "" if before is None else before.record.asked.source.path, self._record.asked.source.path
-        if before is not None and theirs != mine and before.done():
+        theirs, mine = before.record.asked.source.path, self._record.asked.source.path
+        if theirs != mine and before.done():
             self._report.note(
                 f"{self._root} was begun from {theirs}; the files read of {mine} look the same: equal in size, headers "
                 "and samples of their contents"
@@ -289,23 +289,24 @@ class TargetDirectory:
         anew = self._ledger.claim()
         if anew:
             # Another run failed before its first target and removed the records, or it replaces targets, or it found
-            # a source damaged.
-            self._refuse_changed(*self._ledger.changed_sources(self._sources, self._source_whole))
-            self._refuse_damaged(self._read_damaged(self._ledger))
-            self._add_records()
+            # a source damaged. It holds the lock until its records say so.
+            with self._ledger.locked():
+                self._refuse_changed(*self._ledger.changed_sources(self._sources, self._source_whole))
+                self._refuse_damaged(self._read_damaged(self._ledger))
+                self._add_records()
         return anew
 
     def _renew(self) -> None:
         """Make running runs compare their sources again, if this run read others, or found some damaged.
 
-        It comes before this run lists finished targets, and they do it after they record one.
+        It comes before this run lists finished targets. They do it after they record one, when this run has recorded
+        its sources.
         """
         before = ledger_in(self._root)
         if before is None or not before.joins(self._ledger):
             return
-        if any(before.changed_sources(self._sources, self._source_whole)) or not before.damaged().issuperset(
-            self._damaged
-        ):
+        damaged = set(self._damaged) - before.damaged()
+        if damaged or any(before.changed_sources(self._sources, self._source_whole)):
             before.renew()
 
     def _add_records(self) -> None:
@@ -353,13 +354,8 @@ class TargetDirectory:
 
         Runs that read only parts of them have to come to the same result as that run.
         """
-        self._suspected = self._known_damaged(self._ledger)
+        self._suspected = self._ledger.known_damaged(self._sources)
         return [source.rank for source in self._suspected]
-
-    def _known_damaged(self, ledger: Ledger) -> list[SourceFile]:
-        """The sources of this run that a run found damaged."""
-        damaged = {(file.rank, file.content) for file in ledger.damaged()}
-        return [source for source in self._sources if (source.rank, source.content) in damaged]
 
     def _tidy(self) -> None:
         """Remove temporary files of killed runs."""

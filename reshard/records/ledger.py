@@ -284,6 +284,11 @@ class Ledger:
         """Source files that runs of this conversion found damaged, including files of older steps."""
         return set(filter(None, map(SourceFile.parse, self._names("damaged"))))
 
+    def known_damaged(self, sources: Iterable[SourceFile]) -> list[SourceFile]:
+        """Those of some source files that a run found damaged."""
+        damaged = set(map(_same, self.damaged()))
+        return [source for source in sources if _same(source) in damaged]
+
     def read_damaged(self, damaged: Iterable[SourceFile]) -> list[int]:
         """Ranks of source files that runs have read and that are damaged, by the records or among ``damaged``."""
         found = set(map(_same, itertools.chain(self.damaged(), damaged)))
