@@ -44,7 +44,7 @@ _DETAILS = {
     *("cp, s", "none, s", "crc32, s", "mmap, s", "pread, s", "upload, s", "ranges, s", "opening, s"),
     *("its start-up, s", "CPU, s", "torch's CPU, s", "requests", "parts at a time", "writes per GB"),
     *("smaller, GB", "larger, GB", "smaller, s", "larger, s", "whole, GB/s", "-j 1, GB/s", "cp, GB/s"),
-    *("lower quartile, ms", "upper quartile, ms"),
+    *("lower quartile, ms", "upper quartile, ms", "CPU, s per GB"),
 }
 
 _HEAD = """# Benchmarks

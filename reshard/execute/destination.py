@@ -32,7 +32,7 @@ from reshard.storage import (
 
 _RANK_DIRECTORY = re.compile(r"rank_?\d+|\d+")
 _CHECKPOINT_ENDINGS = (".ckpt", ".safetensors", ".distcp")
-# The directory of a rank in an iteration of Megatron. Elsewhere, files with its ending may be no checkpoints.
+# The directory of a rank in a legacy tree. Elsewhere, files with its ending may be no checkpoints.
 _LEGACY_DIRECTORY = re.compile(r"(?:^|/)mp_rank_\d+(?:_\d+)*\Z")
 _LEGACY_ENDING = ".pt"
 
@@ -42,7 +42,7 @@ def checkpoints_in(dst: str, directories: Collection[str], all_ranks: bool = Tru
 
     Args:
         directories: directories to list, relative to it; an empty name is the target directory itself.
-        all_ranks: list all rank directories, too, and those of Megatron's legacy trees there.
+        all_ranks: list all rank directories, too, and those of legacy trees (`mp_rank_00`) there.
 
     Raises:
         TargetError: the path is not a directory.
@@ -74,7 +74,7 @@ def checkpoints_in(dst: str, directories: Collection[str], all_ranks: bool = Tru
 
 
 def _legacy_trees(dst: str, directories: Collection[str]) -> Iterator[str]:
-    """The iterations of Megatron among some directories, and the directories of ranks in them."""
+    """The iterations of legacy trees among some directories, and the directories of ranks in them."""
     for iteration in {_LEGACY_DIRECTORY.sub("", name) for name in directories} - {""}:
         yield iteration
         names = names_in(os.path.join(dst, iteration))

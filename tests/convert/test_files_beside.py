@@ -74,7 +74,7 @@ def test_shares_with_other_configurations_are_refused(world: World) -> None:
     write_files(world.root, "a/tokenizer.json", "b/tokenizer.json")
     for name in ("a", "b"):
         (world.root / name / "config.json").write_text("{}")
-    to: list[Argument] = ["--src-strategy", world.old, "--max-shard-size", "1"]
+    to: list[Argument] = ["--src-strategy", world.old, "--max-shard-size", "1B"]
     done(*words(world, world.src, *to, "--config", world.root / "a", "--shard", "0/2"))
     b = words(world, world.src, *to, "--config", world.root / "b", "--shard", "1/2")
     fails(3, *b, texts=["another conversion", "--config"])

@@ -127,7 +127,7 @@ def test_resume_keeps_the_selected_step(world: World) -> None:
 
 def test_shares_continue_a_verified_conversion_to_another_form(plain: World) -> None:
     plain.save({name: FULL[name] for name in ("w", "v")})
-    to = ("--src-strategy", plain.old, "--to", "huggingface", "--max-shard-size", "1")
+    to = ("--src-strategy", plain.old, "--to", "huggingface", "--max-shard-size", "1B")
     done("convert", plain.src, plain.dst, *to, "--verify")
     for name in ("model-00001-of-00003.safetensors", "model.safetensors.index.json", "reshard-manifest.json"):
         (plain.dst / name).unlink()
