@@ -70,7 +70,7 @@ def _facts(data: dict[str, Any], largest: int) -> list[list[str]]:
     """Figures: what each is, the figure and its unit, a line below, and `warn` if it is worth a look."""
     taken, requests, (busiest, most), sources = data["taken"], data["requests"], data["busiest"], data["sources"]
     noun, (least_sources, most_sources) = data["source_noun"], data["fans"]
-    file = f"with headers, a target {data['target_noun']} has at most {byte_size(largest)}"
+    file = f"target files of at most {byte_size(largest)}"
     facts = [
         ["Moved", *byte_size(taken).split(), file, ""],
         ["Requests", f"{requests:,}", "", f"{byte_size(taken // max(1, requests))} each on average", ""],

@@ -362,7 +362,7 @@ def test_files_that_are_left_are_counted_and_shapes_are_those_of_a_file(window: 
 
 def test_bytes_of_a_target_are_with_headers_or_of_tensors(window: Browser, demo: Path) -> None:
     window.open(demo)
-    assert window.texts("#conversion .fact .soft")[0] == "with headers, a target rank has at most 90.9 KiB"
+    assert window.texts("#conversion .fact .soft")[0] == "target files of at most 90.9 KiB"
     assert "at most 86.8 KiB of tensors written" in window.text("#conversion")
 
 
