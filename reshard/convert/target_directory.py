@@ -90,6 +90,7 @@ class TargetDirectory:
         self._requested = requested
         self._sources = source_files(plan.checkpoint.indexes, checks.handles)
         self._damaged = source_files(checks.found, checks.handles)
+        self._checks = checks
         # Of rank files, a run may read only some.
         self._source_whole = not request.form.options.by_rank
         # Without CRC checks, damaged files are read like others.
@@ -178,7 +179,7 @@ class TargetDirectory:
         """
         if not self._checks_crcs:
             return []
-        new = [source.rank for source in before.known_damaged(self._sources) if source not in self._suspected]
+        new = [source.rank for source in before.known_damaged(self._unchecked()) if source not in self._suspected]
         if new:
             files = refusals.source_files(new, self._plan.request.form.options.unit)
             raise RetryableError(
@@ -315,6 +316,12 @@ class TargetDirectory:
             self._ledger.settle(self._suspected, self._damaged)
         self._ledger.add_sources(self._sources, self._source_whole)
         self._ledger.add_damaged(self._damaged)
+        self._ledger.add_unchecked(self._unchecked())
+
+    def _unchecked(self) -> list[SourceFile]:
+        """The sources of this run that it reads without a check of their CRC."""
+        indexes = self._plan.checkpoint.indexes
+        return [source for source in self._sources if indexes[source.rank].path in self._checks.unchecked]
 
     def _remove(self, before: Ledger, recorded: Mapping[str, DoneRecord]) -> None:
         """Remove what this run replaces: what marks the directory as complete first, records last."""

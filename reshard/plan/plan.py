@@ -291,7 +291,8 @@ class Plan:
     def files_read(self, files: Sequence[int]) -> tuple[list[CheckpointIndex], list[CheckpointIndex]]:
         """Source files with checksums that some target files read: those read whole, and those read in part.
 
-        In archives every tensor has a checksum: the first list has them with the tensors that are read whole.
+        In archives every tensor has a checksum: the first list has them with the tensors that are read whole, and the
+        second has those of which a tensor is read in part.
         Without checksums in the source, the parts of the target files are not made.
         """
         return self.files_of(tensor for group in self.groups(files) for target in group for tensor in target.tensors)
@@ -324,6 +325,8 @@ class Plan:
             }
             if index.archived:
                 whole.append(index._replace(tensors=read_whole))
+                rest = (tensor for name, tensor in index.tensors.items() if name not in read_whole)
+                partly += [index] if any((index.path, tensor.extents) in used for tensor in rest) else []
             elif index.path in read:
                 (whole if len(read_whole) == len(index.tensors) else partly).append(index)
         return whole, partly

@@ -276,13 +276,13 @@ class Ledger:
     def _sources(self) -> dict[int, list[SourceFile]]:
         """The recorded source files, by rank."""
         recorded: dict[int, list[SourceFile]] = {}
-        for file in filter(None, map(SourceFile.parse, self._names("sources"))):
+        for file in self._files("sources"):
             recorded.setdefault(file.rank, []).append(file)
         return recorded
 
     def damaged(self) -> set[SourceFile]:
         """Source files that runs of this conversion found damaged, including files of older steps."""
-        return set(filter(None, map(SourceFile.parse, self._names("damaged"))))
+        return set(self._files("damaged"))
 
     def known_damaged(self, sources: Iterable[SourceFile]) -> list[SourceFile]:
         """Those of some source files that a run found damaged."""
@@ -290,9 +290,9 @@ class Ledger:
         return [source for source in sources if _same(source) in damaged]
 
     def read_damaged(self, damaged: Iterable[SourceFile]) -> list[int]:
-        """Ranks of source files that runs have read and that are damaged, by the records or among ``damaged``."""
+        """Ranks of source files that runs have read unchecked and that are damaged, by records or among ``damaged``."""
         found = set(map(_same, itertools.chain(self.damaged(), damaged)))
-        return sorted(rank for rank, files in self._sources().items() if not found.isdisjoint(map(_same, files)))
+        return sorted({source.rank for source in self._files("unchecked") if _same(source) in found})
 
     def settle(self, repaired: Iterable[SourceFile], damaged: Iterable[SourceFile]) -> None:
         """Drop what `read_damaged` would find, once no finished target can be made from it.
@@ -301,14 +301,17 @@ class Ledger:
             repaired: files of damaged ones' size, headers and samples that are intact.
             damaged: files that this run found damaged.
         """
-        recorded = itertools.chain.from_iterable(self._sources().values())
-        for kind, records, files in (("damaged", self.damaged(), repaired), ("sources", recorded, damaged)):
+        for kind, files in (("damaged", repaired), ("unchecked", damaged)):
             dropped = set(map(_same, files))
-            self._discard(kind, [record.record for record in records if _same(record) in dropped])
+            self._discard(kind, [record.record for record in self._files(kind) if _same(record) in dropped])
 
     def add_damaged(self, sources: Iterable[SourceFile]) -> None:
         """Record source files with damaged contents."""
         self._add("damaged", [source.record for source in sources])
+
+    def add_unchecked(self, sources: Iterable[SourceFile]) -> None:
+        """Record source files that a run reads without a check of their CRC, as it reads only parts of them."""
+        self._add("unchecked", [source.record for source in sources])
 
     def done(self, ranks: Collection[int] | None = None) -> dict[int, list[DoneRecord]]:
         """Records of finished targets, by rank; a rank has several if several runs wrote it."""
@@ -390,6 +393,9 @@ class Ledger:
     def remove_dead_temporaries(self) -> None:
         """Remove files of killed runs among the records, if possible."""
         store_of(self._root).remove_dead(self._root)
+
+    def _files(self, kind: str) -> Iterator[SourceFile]:
+        return filter(None, map(SourceFile.parse, self._names(kind)))
 
     def _names(self, kind: str) -> list[str]:
         return names_in(os.path.join(self._root, kind))
@@ -570,4 +576,5 @@ _KINDS: dict[str, Callable[[str], object]] = {
     "done": _parsed,
     "sources": SourceFile.parse,
     "damaged": SourceFile.parse,
+    "unchecked": SourceFile.parse,
 }

@@ -174,12 +174,13 @@ def source_files(indexes: Mapping[int, CheckpointIndex], handles: FileHandles) -
     costs = costs_of(indexes[ranks[0]].path) if ranks else LOCAL
     # Objects cannot be mapped, and have an ETag.
     few = not costs.mappable
-    groups = [(rank, group) for rank in ranks for group in structures[rank].groups(rank, few)]
+    groups = [(rank, *group) for rank in ranks for group in enumerate(structures[rank].groups(rank, few))]
 
-    def read(group: tuple[int, Sequence[tuple[int, int]]]) -> str:
-        rank, ranges = group
+    def read(group: tuple[int, int, Sequence[tuple[int, int]]]) -> str:
+        rank, number, ranges = group
         with reading(indexes[rank].path), handles.borrow(indexes[rank].path) as file:
-            version = [str(file.status().changed).encode()] if few and ranges else []
+            # Not in the first, which is equal on all ranks.
+            version = [str(file.status().changed).encode()] if few and number == 1 else []
             return digest_of(itertools.chain(read_each(file, ranges), version))
 
     if costs.remote:
@@ -188,7 +189,7 @@ def source_files(indexes: Mapping[int, CheckpointIndex], handles: FileHandles) -
     else:
         digests = list(map(read, groups))
     contents: dict[int, list[str]] = {}
-    for (rank, _), digest in zip(groups, digests):
+    for (rank, *_), digest in zip(groups, digests):
         contents.setdefault(rank, []).append(digest)
     return [_source_file(rank, indexes[rank], structures[rank], contents[rank]) for rank in ranks]
 

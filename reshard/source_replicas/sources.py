@@ -40,11 +40,13 @@ class SourceChecks:
     Attributes:
         handles: open source files.
         damaged: why files count as absent, by path.
+        unchecked: paths of files with a CRC that are read without its check.
         found: the files found damaged here, by number.
     """
 
     def __init__(self, effort: Effort, handles: FileHandles, report: Report, progress: Progress) -> None:
         self.damaged: Mapping[str, str] = {}
+        self.unchecked: set[str] = set()
         self.found: dict[int, CheckpointIndex] = {}
         self._effort = effort
         self.handles = handles
@@ -104,16 +106,24 @@ class SourceChecks:
         task = plan.request.task
         if not work:
             return None
-        if not (task.dry_run or task.recover):
+        checks = self._effort.crc != "never"
+        if task.recover:
+            # Their CRCs are checked before the files to recover are known.
+            files = () if checks else plan.checkpoint.indexes.values()
+            self.unchecked = {index.path for index in files if index.crc is not None or index.archived}
+        elif not task.dry_run:
             whole, partly = plan.files_read(work)
             self.check_crcs(plan, whole)
-            # Encryption tags are always checked before use, CRCs are not.
             left = [index.path for index in partly if index.crc is not None and index.path not in self._checked]
-            if left and self._effort.crc != "never":
+            # Encryption tags are always checked before use, CRCs are not.
+            if left and checks:
                 self._report.note(
                     f"the CRC of {plural(len(left), 'source file')} was not checked, because only a part of the file "
                     f"is read: {some_names(left, 3)}"
                 )
+            archives = [index.path for index in partly if index.archived]
+            read = (index.path for index in (*whole, *partly) if index.tensors)
+            self.unchecked = {*left, *archives} if checks else {*read}
         # After the CRC checks: a damaged file is no evidence against the strategy.
         replicas = self._check_replicas(plan, work, budget)
         self._check_equal(plan, budget)

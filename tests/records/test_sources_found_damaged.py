@@ -114,3 +114,14 @@ def test_files_damaged_one_after_the_other_are_all_replaced(tmp_path: Path) -> N
     world.by_rank(0, "--overwrite")
     world.by_rank(1)
     same_ranks(world.found(), world.expected(FULL))
+
+
+def test_runs_of_a_loop_that_read_other_files_whole_go_on_past_a_damaged_one(tmp_path: Path) -> None:
+    twice: Strategy = single({"w": layout([2, 2], [0, -1]), "v": layout([4], [-1])})
+    world = World(tmp_path, twice, twice)
+    world.save(FULL, crc=True)
+    flip(world, 2)
+    for rank in range(4):
+        world.by_rank(rank, "--check-replicas", "never")
+    same_ranks(world.found(), world.expected(FULL))
+    assert done(*world.words("--json")).json["ranks"] == []
