@@ -170,6 +170,8 @@ def layer_of(arrays: Mapping[str, Array], config: Mapping[str, Any], layout: Lay
             if f"self_attn.{one}_norm.weight" in arrays:
                 made[f"self_attention.{one}_layernorm.weight"] = arrays[f"self_attn.{one}_norm.weight"]
     made["self_attention.linear_proj.weight"] = arrays["self_attn.o_proj.weight"]
+    if "self_attn.o_proj.bias" in arrays:
+        made["self_attention.linear_proj.bias"] = arrays["self_attn.o_proj.bias"]
     has_experts = "mlp.gate.weight" in arrays
     inside = layout.experts if has_experts else layout.dense
     before_mlp = "mlp.linear_fc1.layer_norm_weight" if inside else "pre_mlp_layernorm.weight"
@@ -266,8 +268,9 @@ def model_of(family: str, config: dict[str, Any], layout: Layout, copies: bool =
         shapes = dict(mixture(config))
     else:
         shapes = dict(dense(config, norms=family == "qwen3"))
-    if family == "qwen2":
-        for name in [name for name in shapes if re.search(r"self_attn\.[qkv]_proj", name)]:
+    biased = "qkv" if family == "qwen2" else "qkvo" if config.get("attention_bias") else ""
+    if biased:
+        for name in [name for name in shapes if re.search(rf"self_attn\.[{biased}]_proj", name)]:
             shapes[name[: -len("weight")] + "bias"] = shapes[name][:1]
     if config["tie_word_embeddings"]:
         shapes.pop("lm_head.weight", None)
@@ -461,6 +464,9 @@ MODELS = [
     model_of("deepseek_v3", _FULL, _LEGACY),
     model_of("glm4_moe", {**_DEEPSEEK, **_PADDED}, _NUMBERED),
     model_of("glm4_moe", {**_DEEPSEEK, "first_k_dense_replace": 0}, _LEGACY),
+    model_of("glm4_moe", {**_DEEPSEEK, "first_k_dense_replace": 0}, Layout(rows=11)),
+    model_of("qwen3", {**_CONFIG, "attention_bias": True}, Layout(rows=11)),
+    model_of("qwen3_moe", {**_MIXTURE, "attention_bias": True}, _LEGACY),
 ]
 
 
