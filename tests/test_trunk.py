@@ -6,7 +6,7 @@ from tests.trunk import hooks_of_forms, largest_circle, plain_conversion
 
 # Lower them when they fall. `python -m tests.trunk --names` shows where the lines, classes and imports are.
 # Pythons differ by a few lines.
-LINES, MODULES, CLASSES = 3_518, 67, 108
+LINES, MODULES, CLASSES = 3_520, 67, 108
 CIRCLE = 7
 HOOKS = 12
 
