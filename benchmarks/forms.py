@@ -79,7 +79,7 @@ def prepare(place: Path, model: Model, claim: Claim) -> list[object]:
         write_strategy(place / "old", model, claim.old)
         words += ["--src-strategy", place / "old"]
     if claim.target in ("unified", "huggingface"):
-        words += ["--max-shard-size", model.nbytes // FILES]
+        words += ["--max-shard-size", f"{model.nbytes // FILES}B"]
     else:
         write_strategy(place / "new", model, claim.new)
         words += ["--dst-strategy", place / "new"]

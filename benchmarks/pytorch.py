@@ -92,7 +92,7 @@ def prepare(place: Path, claim: Claim) -> list[object]:
 
 
 def _command(place: Path, source: Path, out: Path, form: str, columns: bool) -> list[object]:
-    cut: list[object] = ["--max-shard-size", MODEL.nbytes // FILES]
+    cut: list[object] = ["--max-shard-size", f"{MODEL.nbytes // FILES}B"]
     if form != "huggingface":
         cut = ["--dst-strategy", place / "columns"] if columns else ["--shards", RANKS]
     # A strategy has the names of the model, and hyper-parallel records no keys.

@@ -105,7 +105,7 @@ def test_every_rank_equals_mindspores(version: str, tmp_path: Path) -> None:
         src = write_tree(where / "src", cut_ranks(source, world.checkpoint, COPIED), PATTERN)
         unified = where / "unified"
         old = write_strategy(where / "old", source, world.shapes)
-        done("convert", src, unified, "--to", "unified", "--src-strategy", old, "--max-shard-size", SIZE)
+        done("convert", src, unified, "--to", "unified", "--src-strategy", old, "--max-shard-size", f"{SIZE}B")
         new = str(write_strategy(where / "new", target, world.shapes))
         ranks = list(range(rank_count(target)))
         job: dict[str, Any] = {"do": "distribute", "unified": str(unified), "strategy": new, "ranks": ranks}
@@ -165,7 +165,7 @@ def test_mindspore_refuses_an_unfinished_directory(version: str, tmp_path: Path)
     source = worlds.strategy(0, world, (4,))
     src = write_tree(tmp_path / "src", cut_ranks(source, world.checkpoint, COPIED), PATTERN)
     strategy = write_strategy(tmp_path / "old", source, world.shapes)
-    words = ["--to", "unified", "--src-strategy", str(strategy), "--max-shard-size", str(SIZE)]
+    words = ["--to", "unified", "--src-strategy", str(strategy), "--max-shard-size", f"{SIZE}B"]
     states = []
     for count in (1, 2, 3):
         where = tmp_path / f"{count}"
@@ -188,7 +188,7 @@ def test_mindformers_refuses_an_unfinished_directory(form: str, version: str, tm
     source = worlds.strategy(0, world, (4,))
     src = write_tree(tmp_path / "src", cut_ranks(source, world.checkpoint, COPIED), PATTERN)
     strategy = write_strategy(tmp_path / "old", source, world.shapes)
-    words = ["--to", form, "--src-strategy", str(strategy), "--max-shard-size", str(SIZE), "--quiet"]
+    words = ["--to", form, "--src-strategy", str(strategy), "--max-shard-size", f"{SIZE}B", "--quiet"]
     done("convert", src, tmp_path / "dst", *words, "--ranks", "0-1")
     contents = loadable(version, world.checkpoint)
     weights = {name: tensor for name, tensor in contents.items() if name not in world.states}
