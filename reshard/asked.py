@@ -69,13 +69,7 @@ def parse_memory(text: str) -> int:
     Raises:
         ValueError: the text is no size.
     """
-    match = _SIZE.fullmatch(text)
-    size = 0 if match is None else _bytes(match, 1024)
-    if not size:
-        raise ValueError(f"{text!r} is not a size such as 512M or 2G")
-    if text.strip()[-1].isdigit():
-        raise ValueError(f"{text!r} has no unit: {text.strip()}M or {text.strip()}G")
-    return size
+    return _bytes(text, 1024, "512M or 2G", "")
 
 
 def parse_size(text: str) -> int:
@@ -84,17 +78,21 @@ def parse_size(text: str) -> int:
     Raises:
         ValueError: the text is no size.
     """
+    return _bytes(text, 1000, "5GB, 500M (decimal) or 5GiB (binary)", "B")
+
+
+def _bytes(text: str, unit: int, examples: str, ending: str) -> int:
+    """The bytes of a size in a unit, which is binary with an ``i``; ``ending`` is that of units in the errors."""
     match = _SIZE.fullmatch(text)
-    size = 0 if match is None else _bytes(match, 1024 if match[3] else 1000)
+    size = 0
+    if match is not None:
+        power = "KMGT".index(match[2].upper()) + 1 if match[2] else 0
+        size = int(Decimal(match[1]) * (1024 if match[3] else unit) ** power)
     if not size:
-        raise ValueError(f"{text!r} is not a size such as 5GB, 500M (decimal) or 5GiB (binary)")
+        raise ValueError(f"{text!r} is not a size such as {examples}")
     if text.strip()[-1].isdigit():
-        raise ValueError(f"{text!r} has no unit: {text.strip()}MB or {text.strip()}GB")
+        raise ValueError(f"{text!r} has no unit: {text.strip()}M{ending} or {text.strip()}G{ending}")
     return size
-
-
-def _bytes(match: re.Match[str], unit: int) -> int:
-    return int(Decimal(match[1]) * unit ** ("KMGT".index(match[2].upper()) + 1 if match[2] else 0))
 
 
 def _ranks(value: Any) -> tuple[int, ...]:

@@ -11,14 +11,7 @@ from reshard.forms import DEFAULT_FORM
 from reshard.forms.form import Form, Layouts
 from reshard.forms.ranks.naming import RANK
 from reshard.forms.ranks.tree import find_checkpoints, missing_hint
-from reshard.forms.registry import (
-    all_forms,
-    check_exists,
-    check_holds_ranks,
-    check_options,
-    form_named,
-    form_of,
-)
+from reshard.forms.registry import all_forms, check_exists, check_holds_ranks, check_options, form_named, form_of
 from reshard.forms.request import Request
 from reshard.plan.edits import NO_TABLE, edit_rules
 from reshard.records.ledger import ledger_in

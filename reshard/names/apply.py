@@ -58,6 +58,7 @@ class Applied:
         steps: the steps, in the order of the rules and of the numbers in names.
         shapes: of all tensors of the source.
         dropped: names that a rule skips.
+        left_out: names that no rule lists, and that were to be left out.
         skipped_state: optimizer state that was not requested, or whose weight matches no rule.
         tied: pairs of source tensors that should be equal; the first of each is used.
         notes: notes for the user.
@@ -70,6 +71,7 @@ class Applied:
     steps: tuple[AppliedStep, ...]
     shapes: Mapping[str, Shape]
     dropped: tuple[str, ...]
+    left_out: tuple[str, ...]
     skipped_state: tuple[str, ...]
     tied: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
@@ -174,6 +176,7 @@ class _Application:
     unchanged: list[str] = field(default_factory=list)
     fixed: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
+    not_listed: list[str] = field(default_factory=list)
     skipped_state: list[str] = field(default_factory=list)
     steps: list[AppliedStep] = field(default_factory=list)
     tied: list[tuple[str, str]] = field(default_factory=list)
@@ -202,7 +205,7 @@ class _Application:
             else:
                 number = self.side.beyond(name)
                 if number is None and self.left_out is not None and self.left_out(name):
-                    self.dropped.append(name)
+                    self.not_listed.append(name)
                 elif number is None:
                     self.problems.unmatched.append(name)
                 else:
@@ -405,6 +408,7 @@ class _Application:
             tuple(self.steps),
             self.shapes,
             tuple(self.dropped),
+            tuple(self.not_listed),
             tuple(self.skipped_state),
             tuple(self.tied),
             tuple(notes),

@@ -22,7 +22,6 @@ from reshard.plan.casts import cast
 from reshard.plan.masters import as_weights, with_masters
 from reshard.plan.trainers import keys_for_trainer, laid_out, names_for_trainer, names_from_trainer, names_in_model
 from reshard.strategies import SAME, Strategy
-from reshard.text.globs import matcher
 from reshard.text.messages import Report, as_pattern, listing, plural, quoted
 from reshard.text.names import is_training_value
 
@@ -218,7 +217,7 @@ class Editing:
         if old != HUB_SIDE and is_recorded and edits.source_packing is not None:
             check_packing(self._checkpoint.place, edits.source_packing, packing, table, report)
         self._packing = packing if new != HUB_SIDE and is_recorded else None
-        if any(map(matcher(edits.exclude), applied.dropped)) and (advice := family_advice(edits.table, edits.config)):
+        if applied.left_out and (advice := family_advice(edits.table, edits.config)):
             report.warn(f"weights that the rules {table.path} lack are left out, and {advice}")
         # Rules that move values are refused elsewhere.
         recipes = self.recipes
@@ -281,9 +280,8 @@ class Editing:
                         hint=f"values keep their names: remove the rule or --rename that matches {no_layout}, or drop "
                         "it by a rule",
                     )
-        excluded = [*filter(matcher(self.edits.exclude), applied.dropped)]
-        dropped = {*applied.dropped}.difference(excluded)
-        for names, reason in ((dropped, _DROPPED), (excluded, _EXCLUDED), (applied.skipped_state, _STATE)):
+        reasons = ((applied.dropped, _DROPPED), (applied.left_out, _EXCLUDED), (applied.skipped_state, _STATE))
+        for names, reason in reasons:
             if names:
                 self._report.note(f"{len(names)} {reason}: " + listing(sorted(names)))
         for note in applied.notes:

@@ -291,8 +291,7 @@ class Plan:
     def files_read(self, files: Sequence[int]) -> tuple[list[CheckpointIndex], list[CheckpointIndex]]:
         """Source files with checksums that some target files read: those read whole, and those read in part.
 
-        In archives every tensor has a checksum: the first list has them with the tensors that are read whole, and the
-        second has those of which a tensor is read in part.
+        In archives every tensor has a checksum: the lists have them with the tensors that are read whole, and in part.
         Without checksums in the source, the parts of the target files are not made.
         """
         return self.files_of(tensor for group in self.groups(files) for target in group for tensor in target.tensors)
@@ -325,8 +324,9 @@ class Plan:
             }
             if index.archived:
                 whole.append(index._replace(tensors=read_whole))
-                rest = (tensor for name, tensor in index.tensors.items() if name not in read_whole)
-                partly += [index] if any((index.path, tensor.extents) in used for tensor in rest) else []
+                rest = {name: tensor for name, tensor in index.tensors.items() if name not in read_whole}
+                in_part = {name: tensor for name, tensor in rest.items() if (index.path, tensor.extents) in used}
+                partly += [index._replace(tensors=in_part)] if in_part else []
             elif index.path in read:
                 (whole if len(read_whole) == len(index.tensors) else partly).append(index)
         return whole, partly

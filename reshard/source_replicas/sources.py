@@ -106,24 +106,22 @@ class SourceChecks:
         task = plan.request.task
         if not work:
             return None
-        checks = self._effort.crc != "never"
+        read: Iterable[CheckpointIndex] = ()
         if task.recover:
             # Their CRCs are checked before the files to recover are known.
-            files = () if checks else plan.checkpoint.indexes.values()
-            self.unchecked = {index.path for index in files if index.crc is not None or index.archived}
+            read = plan.checkpoint.indexes.values()
         elif not task.dry_run:
             whole, partly = plan.files_read(work)
             self.check_crcs(plan, whole)
-            left = [index.path for index in partly if index.crc is not None and index.path not in self._checked]
+            read = (*whole, *partly)
             # Encryption tags are always checked before use, CRCs are not.
-            if left and checks:
+            left = [index.path for index in partly if index.crc is not None and index.path not in self._checked]
+            if left and self._effort.crc != "never":
                 self._report.note(
                     f"the CRC of {plural(len(left), 'source file')} was not checked, because only a part of the file "
                     f"is read: {some_names(left, 3)}"
                 )
-            archives = [index.path for index in partly if index.archived]
-            read = (index.path for index in (*whole, *partly) if index.tensors)
-            self.unchecked = {*left, *archives} if checks else {*read}
+        self.unchecked = {index.path for index in unchecked(read, {*self._checked})}
         # After the CRC checks: a damaged file is no evidence against the strategy.
         replicas = self._check_replicas(plan, work, budget)
         self._check_equal(plan, budget)

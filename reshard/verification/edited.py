@@ -111,10 +111,8 @@ def edited_source(base: Source, edits: EditRules, report: Report, handles: FileH
             if recipes.keys() >= {one, two} and recipes[one] != recipes[two]
         ]
         recipes, kept_values = _ruled(recipes, kept_values, applied)
-        excluded = [*filter(matcher(edits.exclude), applied.dropped)]
-        dropped = {*applied.dropped}.difference(excluded)
-        reasons = ((dropped, "dropped by a rule"), (excluded, "left out"), (applied.skipped_state, "optimizer state"))
-        for names, why in reasons:
+        of_rules = ((applied.dropped, "dropped by a rule"), (applied.left_out, "left out"))
+        for names, why in (*of_rules, (applied.skipped_state, "optimizer state")):
             if names:
                 report.note(f"not compared, {why}: " + listing(sorted(names)))
     if edits.renames is not None:

@@ -176,7 +176,7 @@ def cluster_of(strategy: Strategy | None) -> dict[str, Any] | None:
         if "expert" not in name and is_weight(name, stage.layouts)
     }
     mp = max(slices, default=0)
-    # Recorded layouts do not tell mp from optimizer shards, where both together cut over all ranks.
+    # Where mp and optimizer shards together cut over all ranks, recorded layouts do not show which of them cuts.
     known = mp < devices or strategy.path != SAME
     if mp and known and slices <= {1, mp} and not others and devices % mp == 0:
         sizes = {"dp": devices // mp, "mp": mp, "pp": len(stages)}

@@ -266,7 +266,7 @@ CUT_OFF = "return [...document.querySelectorAll('#list .cell')].some(each => eac
 
 
 def test_a_tensor_that_is_nan_in_one_only_is_first_and_red(window: Browser, tmp_path: Path) -> None:
-    """Also in a layer that is not the first of those that are alike."""
+    """The layer with NaN is the fourth of six layers that are alike."""
     sample = tensors(names=["w"])["w"]
     names = [f"layers.{layer}.{part}.weight" for layer in range(6) for part in ("a", "b")]
     a, b = dict.fromkeys(names, sample), {}
